@@ -116,16 +116,16 @@ def test_a_run_whose_sizes_vary_never_holds_more_than_plain_checkpoints(
         held = {old: files for old, files in held.items() if old > step - last or old in tops} | {step: previous}
         if len(previous) == 1 and len(held) > 1 and limit.wants_reverse(keyframe_of(sizes[previous[0]], plain, step)):
             parents = {old: old > step - last or best is None for old in reversed([*held])}
-            newer, written, pairs = previous, {step: previous}, []
+            newer, written, share = previous, {step: previous}, 0.0
             for old, is_one_of_last in [*parents.items()][1:]:
                 file = write(keyframe * delta * reverse)
                 written[old] = (*(newer if is_one_of_last else previous), file)
                 newer = written[old] if is_one_of_last else newer
-                pairs += [(sizes[file], sizes[held[old][-1]])] if len(held[old]) > 1 else []
+                share = max(share, sizes[file] / plain)
             before, after = ({file for files in run.values() for file in files} for run in (held, written))
             if best is None or sum(map(sizes.__getitem__, after)) < sum(map(sizes.__getitem__, before)):
                 held = {old: written[old] for old in held}
-            limit.note_reversed(sum(new for new, _ in pairs) / sum(old for _, old in pairs) if pairs else None)
+            limit.note_reversed(share)
         needed = {file for files in held.values() for file in files}
         assert sum(sizes[file] for file in needed) <= len(held) * plain
 
@@ -202,6 +202,25 @@ def test_meanwhile_there_is_never_more_than_one_plain_checkpoint_beside_those_th
             assert bool(plan.rewrite) == (step in (5, 10))
             assert storage.most <= 6 * 8192 * 4
         assert store.manifest(6).depth == 4 and difference(store.load(6, keep=False), state(6)) is None
+
+
+def test_the_best_become_deltas_one_by_one_which_takes_no_more_than_one_plain_checkpoint_beside_them() -> None:
+    def state(step: int) -> dict[str, Any]:
+        fixed, fresh = torch.randn(8192, generator=torch.Generator().manual_seed(0)), torch.Generator()
+        fixed[:2200] = torch.randn(2200, generator=fresh.manual_seed(step + 1))
+        return {"model": {"a": fixed}}
+
+    storage, keep, held = Filled(), Keep(last=2, best=2), []
+    with Store(storage, threads=1) as store:
+        for step in range(24):
+            storage.most, before = 0, len(store.steps())
+            store.chain_limit.keep = keep
+            store.save(step, state(step), metrics={"val_loss": float(step * 7 % 11)})
+            store.prune(keep, dry_run=False, defer=True)
+            assert storage.most <= (max(before, len(store.steps())) + 1) * 8192 * 4
+            held.append(sum(file_sizes(store.list()).values()))
+            assert all(difference(store.load(one, keep=False), state(one)) is None for one in store.steps())
+    assert max(held[4:]) < 2.5 * held[0]  # else four keyframes: those of the best stay
 
 
 def test_a_mirror_takes_over_what_was_written_again(tmp_path: Path) -> None:

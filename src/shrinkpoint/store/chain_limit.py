@@ -22,6 +22,10 @@ DISK_TOLERANCE = 1.05
 """A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
 WRITE_GAIN = 0.8  # Clearly less is up to this many times the bytes
 _REPEAT_SHARE = 0.02  # Bytes of a delta without a change, at most, beside those of its keyframe
+_UNKNOWN_REVERSE = (
+    1.25,
+    2,
+)  # A delta against a newer checkpoint, at most, beside one against an older: in most runs, in all
 _MAX_SPACING = 64
 _MAX_WAIT = 16
 
@@ -121,14 +125,17 @@ def _reverse(sizes: FileSizes, kept: int, least: int, every: int) -> Iterator[Sp
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
-    largest = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
+    larger, largest = (
+        min(share * sizes.delta, sizes.keyframe) if sizes.reverse is None else reverse for share in _UNKNOWN_REVERSE
+    )
     if least < kept:  # the best, all of which may stay while the next chain grows
-        peak = chain + sizes.keyframe + least * largest
-        mean, most = older * reverse, (least - 1) * reverse + (every - 1) * sizes.delta
-    else:  # they are written one by one, the newest first; after each the delta that it was goes
-        peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
-        mean, most = older * kept / (2 * every) * reverse, max(older * reverse, (every - 1) * sizes.delta)
-    if peak <= (least + 1) * sizes.plain and (older + 1) / 2 * reverse < chain:
+        again, mean, most = least, older * reverse, (least - 1) * larger + (every - 1) * sizes.delta
+    else:
+        larger, again, mean = reverse, older, older * kept / (2 * every) * reverse
+        most = max(older * reverse, (every - 1) * sizes.delta)
+    # They are written again one by one, the newest first; after each the delta that it was goes
+    peak = chain + sizes.keyframe + largest + max(0.0, (again - 1) * (largest - sizes.delta))
+    if peak <= (least + 1) * sizes.plain and (older + 1) / 2 * larger < chain:
         mean += (every - 1) / 2 * sizes.delta
         written = (chain + older * reverse) / every
         yield Spacing(every, True, sizes.keyframe + mean, sizes.keyframe + most, written)
@@ -158,10 +165,13 @@ class ChainLimit:
         self.kept = 1
         self.repeats = False
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
-        self._reverse_ratio: float | None = None  # of those that were written again last: see `reverse_ratio`
+        # Bytes of the largest that became a delta against a newer one, for each byte of a delta at that time
+        self._reverse_ratio: float | None = None
         # The last chain holds deltas only because it is to be written again; None: an earlier process may have begun it
         self._counts_on_reverse: bool | None = None
+        self._is_reversed = False  # what is kept of older chains has become deltas against the last keyframe
         self._repeated = 0  # deltas of the last chain without a change
+        self._keyframes, self._has_delta = 0, False  # keyframes alone before the last chain, its own included
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -186,6 +196,7 @@ class ChainLimit:
             return True  # which says nothing about deltas to come
         self._delta_ratio = size / max(raw_bytes, 1)
         way = self._way(chain, size, raw_bytes)
+        self._has_delta = way is not None
         if way is not None and way.reverse:
             self._counts_on_reverse = True
         elif len(chain.sizes) == 1:
@@ -199,15 +210,17 @@ class ChainLimit:
     def note_keyframe(self) -> None:
         """Count a keyframe that was written."""
         self._waited, self._repeated = self._waited + 1, 0
+        self._keyframes, self._has_delta = 1 if self._has_delta else self._keyframes + 1, False
 
     def note_pruned(self, plan: PrunePlan) -> None:
         """Note how many checkpoints are kept, and how large those are that became deltas against newer ones."""
         self.kept = len({*plan.keep} - {*plan.bases})
-        self.note_reversed(plan.reverse_ratio)
+        self.note_reversed(plan.reversed_share)
 
-    def note_reversed(self, ratio: float | None) -> None:
-        """Note the bytes of checkpoints that became deltas against newer ones, beside those of the deltas they were."""
-        self._reverse_ratio = self._reverse_ratio if ratio is None else ratio
+    def note_reversed(self, share: float | None) -> None:
+        """Note the `reversed_share` of checkpoints that were written again."""
+        if share is not None and self._delta_ratio:
+            self._reverse_ratio = share / self._delta_ratio
 
     def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
@@ -216,14 +229,19 @@ class ChainLimit:
         plain, delta, counts = keyframe.raw_bytes, self._delta_ratio, self._counts_on_reverse
         if counts is None:  # one of the best may outlive what it becomes a delta against
             counts = self._keyframe_every != 1 and self.keep.best is None and self.keep.every is None
-        if counts and self._waited == 1:  # whatever has changed since the chain began
-            return self.can_reverse is not None and self.can_reverse(plain)
-        return delta is not None and self._spacing(keyframe.stored_bytes, delta * plain, plain).reverse
+        # Whatever has changed since the chain began, or the best would still need the keyframe before
+        if (counts and self._waited == 1) or (self._is_reversed and self.keep.best):
+            self._is_reversed = self.can_reverse is not None and self.can_reverse(plain)
+        else:
+            self._is_reversed = delta is not None and self._spacing(keyframe.stored_bytes, delta * plain, plain).reverse
+        return self._is_reversed
 
     def _way(self, chain: ChainBytes, size: float, raw_bytes: int) -> Spacing | None:
         """The best way to write where a delta of `size` bytes follows a chain; None: it would hold more than that."""
         if self.keep is None or self.keep.keeps_all:
             return _NOTHING_IS_DELETED
+        if self.keep.best and self._keyframes > 1 and sum(chain.sizes) + size > raw_bytes:
+            return None  # the best may be keyframes of any size
         way = self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), min(chain.raw_bytes, raw_bytes))
         permanent = sum(map(self.keep.is_permanent, chain.steps))
         passing = len(chain.sizes) - permanent - self._repeated  # which do not stay for good

@@ -22,7 +22,7 @@ from shrinkpoint.store.delta_writer import DirectoryPlace, chain_bytes, chain_di
 from shrinkpoint.store.directory import manifest_condition, read_directory_manifest, replace_manifest
 from shrinkpoint.store.directory_retention import Directory
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
-from shrinkpoint.store.retention import Keep, frees_bytes, reverse_ratio
+from shrinkpoint.store.retention import Keep, frees_bytes, reversed_share
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
@@ -97,7 +97,7 @@ class _ReversedChain:
 
     @property
     def ratio(self) -> float | None:
-        return reverse_ratio([(self._before[directory], part) for directory, part in self._after.items()])
+        return reversed_share(self._after.values())
 
 
 class RunRewriter:
@@ -174,7 +174,7 @@ class RunRewriter:
             keep: the rules of the run.
 
         Returns:
-            As `reverse_ratio`, of what was written, by rank.
+            As `reversed_share`, of what was written, by rank.
 
         Raises: as `rewrite`.
         """

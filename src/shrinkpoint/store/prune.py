@@ -33,7 +33,7 @@ from shrinkpoint.store.retention import (
     frees_bytes,
     parents_to_reverse,
     plan_deletion,
-    reverse_ratio,
+    reversed_share,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _Prune:
             rewrite=before.rewrite,
             weights_only=before.weights_only,
             written=before.written,
-            reverse_ratio=before.reverse_ratio,
+            reversed_share=before.reversed_share,
         )
 
     def write_again(self, rewrite: RewriteChain) -> bool:
@@ -194,8 +194,7 @@ class _Prune:
             ):
                 step = waiting.pop(0)
                 after[step] = item.after
-                ratio = reverse_ratio((before[step], manifest) for step, manifest in after.items())
-                self._plan = replace(self._plan, reverse_ratio=ratio)
+                self._plan = replace(self._plan, reversed_share=reversed_share(after.values()))
                 if not frees_bytes(before, after, waiting, self._keep):
                     self._notes[step] = "stays as it is, since writing its chain again frees nothing"
                     return

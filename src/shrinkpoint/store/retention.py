@@ -228,8 +228,8 @@ class PrunePlan:
         weights_only: of these, those that lose what the optimizers keep for each parameter.
         written: bytes that are written again. Of each chain they are written before anything is deleted.
         bases: of `keep`, steps that no rule selects, but that deltas need.
-        reverse_ratio: bytes of what became deltas against newer checkpoints, for each byte of the deltas that they
-            were; None: nothing did, or none was a delta.
+        reversed_share: bytes of the largest that became a delta against a newer checkpoint, for each byte of its
+            tensors; None: nothing did.
     """
 
     delete: tuple[int, ...]
@@ -241,7 +241,7 @@ class PrunePlan:
     weights_only: tuple[int, ...] = ()
     written: int = 0
     bases: tuple[int, ...] = ()
-    reverse_ratio: float | None = None
+    reversed_share: float | None = None
 
     def __repr__(self) -> str:
         """Short line with what the plan frees."""
@@ -250,17 +250,18 @@ class PrunePlan:
         return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}{again}>"
 
 
-def reverse_ratio(rewritten: Iterable[tuple[DirectoryManifest, DirectoryManifest]]) -> float | None:
-    """Bytes of checkpoints that became deltas against newer ones, for each byte of the deltas that they were.
+def reversed_share(rewritten: Iterable[DirectoryManifest]) -> float | None:
+    """Bytes of the largest checkpoint that became a delta against a newer one, for each byte of its tensors.
 
     Args:
-        rewritten: the manifests before and after.
+        rewritten: the manifests afterwards.
 
     Returns:
-        None if none was a delta and became one.
+        None if all became keyframes.
     """
-    pairs = [(before.stored_bytes, after.stored_bytes) for before, after in rewritten if before.depth and after.depth]
-    return sum(after for _, after in pairs) / sum(before for before, _ in pairs) if pairs else None
+    return max(
+        (after.stored_bytes / after.raw_bytes for after in rewritten if after.depth and after.raw_bytes), default=None
+    )
 
 
 def frees_bytes(
