@@ -15,12 +15,13 @@ from helpers.kernel_bits import kernels_on
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from shrinkpoint.codec.lattice import Lattice
 from shrinkpoint.comm import CompressorContext, parse
 from shrinkpoint.comm.compressors.index_coding import index_code
-from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, normal_float, uniform
+from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, lattices, normal_float, uniform
 from shrinkpoint.device.rows import flat_rows
 
-MODULES = (block_float, feedback, hadamard, indices, normal_float, uniform)
+MODULES = (block_float, feedback, hadamard, indices, lattices, normal_float, uniform)
 EVERY = ("q4:64", "q7:100:dither", "q8:16:dither", "q3", "n4:64", "n1:16", "block8:4096", "h256(q1:row)")
 """Specs that start every kernel."""
 LARGE = {"_merge_extents", "_encode_indices", "_unpack_fields", "_unpack_bits", "_place_indices"}
@@ -86,6 +87,22 @@ def compile_all(specs: Iterable[str], count: int, numel: int) -> None:
         code._read_kernel(code._encode_kernel(torch.zeros(k, dtype=torch.int64)))
 
 
+def compile_lattices(rows: int, columns: int) -> None:
+    """Quantize a weight and its moments, with and without what they may have beside them."""
+    sides = torch.zeros(rows, dtype=torch.int16), torch.zeros(columns, dtype=torch.int16)
+    powers, linear = Lattice("log", *sides, step=40), Lattice("linear", *sides, seed=7)
+    m = torch.zeros(rows, columns)
+    v, codes = m.bfloat16(), m.to(torch.int8)
+    kernels.sum_values(m)
+    for first, parent in ((m, (codes, powers)), (None, None)):
+        kernels.sum_moments(v, first, (rows, columns))
+        kernels.quantize_powers(v, first, powers, (0.5, 0.5, 0.8), parent)
+    relative = Lattice("relative", sides[0], sides[1][:1], seed=7)
+    kernels.quantize_points(m, relative, torch.int8, (codes, powers, True))
+    kernels.quantize_points(m, linear, torch.int16, None, (codes, 0.6), (m, v, codes, 0.25))
+    kernels.quantize_points(v, Lattice("linear", *sides), torch.int8, None, None, (None, None, None, 0.0))
+
+
 def check_rounding(programs: Programs) -> None:
     """Assert that nothing is fused, flushed or approximated."""
     for name, text in programs:
@@ -97,7 +114,9 @@ def check_rounding(programs: Programs) -> None:
 @pytest.mark.parametrize("programs", ["sm_90"], indirect=True)
 def test_kernels_are_compiled_and_round_after_each_operation(programs: Programs) -> None:
     compile_all(["q4:64", "n1:64"], 2, 5000)
-    assert {name for name, _ in programs} >= {"_encode_groups", "_encode_normal", "_decode", "_sum_rows"}
+    compile_lattices(33, 40)
+    names = {name for name, _ in programs}
+    assert names >= {"_encode_groups", "_encode_normal", "_decode", "_sum_rows", "_quantize_points", "_quantize_powers"}
     check_rounding(programs)
 
 
@@ -107,6 +126,7 @@ def test_kernels_are_compiled_and_round_after_each_operation(programs: Programs)
 def test_every_kernel_is_compiled_and_rounds_after_each_operation(programs: Programs, count: int, numel: int) -> None:
     """An argument of 1 becomes a constant; one seed is an argument, and two are a tensor."""
     compile_all(EVERY, count, numel)
+    compile_lattices(*((1, 1) if numel == 1 else (300, 4100)))
     wanted = {name for module in MODULES for name, value in vars(module).items() if is_kernel(name, value)}
     assert wanted - {name for name, _ in programs} <= (LARGE if numel == 1 else set())
     check_rounding(programs)

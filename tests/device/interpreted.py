@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.kernel_bits import FLOATS, check_rows, compressor_of, edge_values, kernels_on, some_rows
+from helpers.lattice_devices import PARAMETERS, SHAPES, check_moments, check_plans, check_sums, check_weights
+from helpers.parameters import each_value
+from helpers.stand_in_device import DEVICE, DeviceTensor, StandInDevice, on_host
 from helpers.strategies import bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -124,20 +128,25 @@ def test_sparse_messages_have_the_bits_of_native_code() -> None:
         assert bits(found.nan_to_num(1.25)) == bits(out.nan_to_num(1.25))
 
 
+def count_kernels(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
+    """Call `note` with the name of each kernel that is started."""
+    start = GridExecutor.__call__
+
+    def counted(grid: GridExecutor, *arguments: object, **options: object) -> object:
+        note(grid.fn.__name__)
+        with _disable_current_modes():
+            return start(grid, *on_host(arguments), **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+
+
 class Launches(TorchDispatchMode):
     """Counts the kernels that are started, and the operations of torch that a device would launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        start = GridExecutor.__call__
-
-        def counted(grid: GridExecutor, *arguments: object, **options: object) -> object:
-            self.names.append(grid.fn.__name__)
-            with _disable_current_modes():
-                return start(grid, *arguments, **options)
-
-        monkeypatch.setattr(GridExecutor, "__call__", counted)
+        count_kernels(monkeypatch, lambda name: self.names.append(name))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view and not func.name().startswith(
@@ -244,3 +253,35 @@ def test_a_message_takes_one_to_three_launches(spec: str, count: int, launches) 
         messages = []
         assert len(launches(lambda: messages.append(compressor.encode(values)))) == count
         assert len(launches(lambda: compressor.decode(messages[0], torch.empty(5000)))) == 1
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize(("shape", "dtype"), each_value(SHAPES, FLOATS[:3]))
+def test_kernels_choose_the_points_of_native_code(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_weights(shape, dtype, here, lambda: kernels_on("cpu"))
+    if dtype != torch.float16:
+        check_moments(shape, dtype, here, lambda: kernels_on("cpu"))
+
+
+def test_kernels_give_the_sums_of_native_code() -> None:
+    check_sums(here, lambda: kernels_on("cpu"))
+
+
+def test_fisher_takes_six_launches_for_each_parameter_and_ten_waits_for_all(monkeypatch) -> None:
+    devices: list[StandInDevice] = []
+    count_kernels(monkeypatch, lambda name: devices[-1].launches.append(name))
+
+    @contextmanager
+    def there() -> Iterator[None]:
+        devices.append(StandInDevice())
+        with devices[-1], kernels_on(DEVICE.type):
+            yield
+
+    check_plans(4, DeviceTensor, there)
+    for device in devices[1:]:  # the first save chooses the matrices of kernels
+        kernels = [name for name in device.launches if name.startswith("_")]
+        assert len(kernels) == 6 * PARAMETERS and len(device.waits) <= 10, device.launches
+        assert len(device.launches) - len(kernels) == len(device.waits)  # what is read at once is joined

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.recipe import CodedRecipe, Recipe, RecipeParser, ordinals
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, as_decoded
+from shrinkpoint.device.reads import Reads, finish, finish_together
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.threads import submit_or_run
@@ -235,19 +236,23 @@ MIN_BATCH_NUMEL = 1 << 19
 """Number of values from which tensors are a task for a thread: handing over fewer costs more than it gains."""
 
 
-def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]) -> dict[str, T]:
-    """Return `function(name, threads)` of each tensor, by name in the same order.
+@overload
+def map_tensors(function: Callable[[str, int], Reads[T]], tensors: Mapping[str, Tensor]) -> dict[str, T]: ...
+@overload
+def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]) -> dict[str, T]: ...
+def map_tensors(function: Callable[[str, int], Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return `function(name, threads)` of each tensor, or its result, by name in the same order.
 
     Tensors in host memory are shared out among as many threads as torch uses: large ones one by one, small ones in
     batches, each by one thread; `threads` is more for a tensor that is alone. Others are taken in this thread, whose
-    CUDA stream is current.
+    CUDA stream is current, and wait for their devices together.
     """
     workers = torch.get_num_threads()
     if not all(tensor.is_cpu for tensor in tensors.values()):
-        return {name: function(name, workers) for name in tensors}
+        return finish_together({name: function(name, workers) for name in tensors})
     is_shared, counts = share_out([4 * tensor.numel() for tensor in tensors.values()], workers)
     if not is_shared:
-        return dict(zip(tensors, map(function, tensors, counts), strict=True))
+        return {name: finish(function(name, count)) for name, count in zip(tensors, counts, strict=True)}
     batches, sizes = list[list[str]](), list[int]()
     for name, tensor in tensors.items():
         if not sizes or sizes[-1] >= MIN_BATCH_NUMEL or tensor.numel() >= MIN_BATCH_NUMEL:
@@ -256,8 +261,8 @@ def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]
         batches[-1].append(name)
         sizes[-1] += tensor.numel()
 
-    def compute(index: int, threads: int) -> list[T]:
-        return [function(name, threads) for name in batches[index]]
+    def compute(index: int, threads: int) -> list[Any]:
+        return [finish(function(name, threads)) for name in batches[index]]
 
     results = map_ordered(compute, [4 * size for size in sizes], workers)
     return {

@@ -12,7 +12,8 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
-from shrinkpoint.tensors.dtypes import TORCH_DTYPES, copy_to_host, empty
+from shrinkpoint.device.reads import copy_together
+from shrinkpoint.tensors.dtypes import TORCH_DTYPES, empty
 from shrinkpoint.tensors.info import TensorInfo
 
 
@@ -230,8 +231,17 @@ class RowSample(NamedTuple):
     @classmethod
     def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:
         """Copy rows of a tensor to host memory; None: every n-th, of about `MAX_SAMPLED_VALUES` values."""
-        rows = slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
-        return cls(tuple(tensor.shape), rows, copy_to_host(as_matrix(tensor)[rows]))
+        return cls.from_tensors({"": (tensor, rows)})[""]
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, tuple[Tensor, slice | None]]) -> dict[str, RowSample]:
+        """Copy rows of many tensors at once, by name, as `from_tensor` does."""
+        rows = {
+            name: slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
+            for name, (tensor, rows) in tensors.items()
+        }
+        values = copy_together({name: as_matrix(tensor)[rows[name]] for name, (tensor, _) in tensors.items()})
+        return {name: cls(tuple(tensor.shape), rows[name], values[name]) for name, (tensor, _) in tensors.items()}
 
 
 def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:

@@ -6,6 +6,7 @@ from shrinkpoint.device.block_float import decode_blocks, encode_blocks
 from shrinkpoint.device.feedback import add_residuals, store_residuals, sum_rows
 from shrinkpoint.device.hadamard import rotate, rotate_back
 from shrinkpoint.device.indices import decode_bitmap, decode_fields, encode_indices
+from shrinkpoint.device.lattices import quantize_points, quantize_powers, sum_moments, sum_values
 from shrinkpoint.device.normal_float import decode_normal, encode_normal
 from shrinkpoint.device.rows import GroupWire
 from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_uniform
@@ -23,8 +24,12 @@ __all__ = [
     "encode_indices",
     "encode_normal",
     "encode_uniform",
+    "quantize_points",
+    "quantize_powers",
     "rotate",
     "rotate_back",
     "store_residuals",
+    "sum_moments",
     "sum_rows",
+    "sum_values",
 ]

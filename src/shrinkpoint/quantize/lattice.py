@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import methodcaller
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from shrinkpoint.codec.lattice import (
     exp2_eighths,
     matrix_shape,
 )
+from shrinkpoint.device import kernels_for, run_kernels
+from shrinkpoint.device.reads import Reading, Reads
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     MAGNITUDE_MASK,
@@ -48,6 +52,7 @@ class ErrorSums(NamedTuple):
     squares: float
 
 
+@Reading
 def quantize_to_lattice(
     tensor: Tensor,
     lattice: Lattice,
@@ -58,7 +63,7 @@ def quantize_to_lattice(
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
     threads: int | None = None,
-) -> LatticeTensor | None:
+) -> Reads[LatticeTensor | None]:
     """Quantize each value to its nearest point, or keep its previous code within `hysteresis` steps.
 
     Args:
@@ -74,6 +79,9 @@ def quantize_to_lattice(
     Returns:
         The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
+    second = None if second_moment is None else (second_moment, second_dtype)
+    if (found := (yield from _quantize_by_kernels(tensor, lattice, second, previous_codes, hysteresis))) is not None:
+        return None if found[0] is None else LatticeTensor(found[0], lattice, relative_to)
     if not tensor.is_cpu or second_dtype != torch.float32:
         squares = None if second_moment is None else second_moment.dequantize(second_dtype)
         codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
@@ -102,6 +110,7 @@ def empty_codes(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(_native.empty(size)).view(dtype).view(values.shape)
 
 
+@Reading
 def quantize_with_errors(
     tensor: Tensor,
     lattice: Lattice,
@@ -112,7 +121,7 @@ def quantize_with_errors(
     origin: Tensor | None = None,
     gain: float = 1.0,
     threads: int | None = None,
-) -> tuple[LatticeTensor, ErrorSums] | None:
+) -> Reads[tuple[LatticeTensor, ErrorSums] | None]:
     """Quantize as `quantize_to_lattice` does, and sum the errors in the same pass over the values.
 
     Args:
@@ -120,6 +129,11 @@ def quantize_with_errors(
         weights: of the errors.
         origin, gain: of the quantized tensor; errors are those of its values, codes are chosen as without a gain.
     """
+    errors = weights, origin if gain != 1 else None, gain
+    found = yield from _quantize_by_kernels(tensor, lattice, None, previous_codes, hysteresis, errors)
+    if found is not None:
+        held, errors_of_values = found
+        return None if held is None else (LatticeTensor(held, lattice, origin=origin, gain=gain), errors_of_values)
     if not tensor.is_cpu:
         points = quantize_to_lattice(tensor, lattice, previous_codes=previous_codes, hysteresis=hysteresis)
         if points is None:
@@ -141,17 +155,59 @@ def quantize_with_errors(
     return None
 
 
+def _quantize_by_kernels(
+    tensor: Tensor,
+    lattice: Lattice,
+    second: tuple[LatticeTensor, torch.dtype] | None,
+    previous_codes: Tensor | None,
+    hysteresis: float,
+    errors: tuple[ErrorWeights, Tensor | None, float] | None = None,
+) -> Reads[tuple[Tensor | None, ErrorSums] | None]:
+    """Codes, None if some value lies beyond all points, and sums of errors; None if kernels do not run on the tensor.
+
+    Args:
+        second: the second moment, and the dtype that a reader rounds it to.
+        errors: their weights, the codes of an origin, and the gain. None: they are not summed.
+    """
+    if kernels_for(tensor.device) is None or not tensor.numel():
+        return None
+    seconds = None
+    if second is not None:
+        points, dtype = second
+        if points.lattice.rows.numel() != lattice.rows.numel() or dtype not in (torch.float32, torch.bfloat16):
+            return None
+        seconds = points.codes, points.lattice, dtype == torch.bfloat16
+    previous = None if previous_codes is None or hysteresis <= 0.5 else (previous_codes, hysteresis)
+    weighed = None
+    if errors is not None:
+        weights, origin, gain = errors
+        weighed = *weights, origin, float(np.float32(gain) - np.float32(1))
+    for dtype in (torch.int8, torch.int16):
+        quantize = methodcaller("quantize_points", tensor, lattice, dtype, seconds, previous, weighed)
+        made: tuple[Tensor, Tensor] | None = run_kernels(tensor.device, quantize)
+        if made is None:
+            return None
+        codes, parts = made
+        table = yield parts
+        sums = table.sum(0).tolist()
+        if (need := int(table[:, 0].max())) <= dtype.itemsize:
+            return codes.view(tensor.shape), ErrorSums(*sums[1:])
+        if need > torch.int16.itemsize:
+            break
+    return None, ErrorSums(0.0, 0.0, 0.0)
+
+
 def _quantize_torch(
     tensor: Tensor, lattice: Lattice, squares: Tensor | None, previous_codes: Tensor | None, hysteresis: float
 ) -> Tensor | None:
     positions = lattice_positions(tensor, lattice, squares)
     codes = positions.round()
-    if previous_codes is not None:
-        previous = previous_codes.reshape(positions.shape).to(positions.device, torch.float32)
+    if previous_codes is not None and hysteresis > 0.5:
+        previous = previous_codes.reshape(positions.shape).to(positions.device).to(torch.float32)
         codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
-    low, high = (float(end) for end in torch.aminmax(codes)) if codes.numel() else (0.0, 0.0)
-    if not -MAX_LATTICE_CODE <= low <= high <= MAX_LATTICE_CODE:
+    if not bool((positions.abs() < MAX_LATTICE_CODE).all()):
         return None
+    low, high = (float(end) for end in torch.aminmax(codes)) if codes.numel() else (0.0, 0.0)
     return codes.to(torch.int8 if low >= -128 and high <= 127 else torch.int16)
 
 
@@ -321,6 +377,7 @@ class PowerZones(NamedTuple):
     below: float = 0.0
 
 
+@Reading
 def quantize_second_moment(
     v: Tensor,
     m: Tensor | None,
@@ -328,7 +385,7 @@ def quantize_second_moment(
     zones: PowerZones,
     parent: LatticeTensor | None = None,
     threads: int | None = None,
-) -> tuple[LatticeTensor, Tensor | None]:
+) -> Reads[tuple[LatticeTensor, Tensor | None]]:
     """Quantize a finite second moment to powers of two; where it is not present it stays zero.
 
     Args:
@@ -343,6 +400,13 @@ def quantize_second_moment(
         The quantized tensor, and the sums by row (float64) of `m^2 / v'` where that is finite, v' being the decoded
         second moment; None without `m`.
     """
+    if v.numel() and (parent is None or parent.lattice.rows.numel() == lattice.rows.numel()):
+        before = None if parent is None else (parent.codes, parent.lattice)
+        found = run_kernels(v.device, lambda kernels: kernels.quantize_powers(v, m, lattice, zones, before))
+        if found is not None:
+            codes, parts = found
+            relative_sums = None if m is None else (yield parts).sum(0)
+            return LatticeTensor(codes.view(v.shape), lattice), relative_sums
     if not v.is_cpu:
         shape = lattice.matrix_shape(tuple(v.shape))
         matrices = v.reshape(shape), None if m is None else m.reshape(shape)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import as_matrix, matrix_shape
+from shrinkpoint.device import run_kernels
+from shrinkpoint.device.reads import Reading, Reads
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.dtypes import as_native_float
 
@@ -240,13 +242,21 @@ class ValueSums:
         return math.sqrt(self.squared_deviations / max(1, self.count))
 
 
-def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
+@Reading
+def value_sums(tensor: Tensor, threads: int | None = None) -> Reads[ValueSums]:
     """Compute the largest magnitude, mean and squared deviations of a floating-point tensor in one pass, in float64.
 
     Args:
         threads: native threads; None: as many as torch uses.
     """
-    values, count = as_native_float(tensor), tensor.numel()
+    count = tensor.numel()
+    if count and (parts := run_kernels(tensor.device, lambda kernels: kernels.sum_values(tensor))) is not None:
+        table = yield parts
+        distance, squares = table[:, 1:3].sum(0).tolist()
+        largest = float(table[:, 0].max().to(torch.int32).view(torch.float32))
+        mean, squares = float(table[0, 3]) + distance / count, squares - distance / count * distance
+        return ValueSums(largest, mean, max(0.0, squares), count)
+    values = as_native_float(tensor)
     if values.is_cpu:
         threads = threads or torch.get_num_threads()
         return ValueSums(*_native.value_sums(values, count, threads=threads), count)
@@ -255,7 +265,7 @@ def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
     low, high = (float(end) for end in torch.aminmax(values))
     largest = math.nan if math.isnan(low) else max(-low, high)
     mean = values.mean(dtype=torch.float64)
-    return ValueSums(largest, float(mean), float((values - mean).square().sum()), count)
+    return ValueSums(largest, float(mean), float((values.to(torch.float64) - mean).square().sum()), count)
 
 
 def count_codes(codes: Tensor) -> Tensor:
@@ -313,9 +323,10 @@ class SecondMomentSums(NamedTuple):
         return int(self.counts.rows.sum()) < numel
 
 
+@Reading
 def second_moment_sums(
     v: Tensor, m: Tensor | None = None, *, by_column: bool = True, threads: int | None = None
-) -> SecondMomentSums:
+) -> Reads[SecondMomentSums]:
     """Sum a second moment, its logarithms and what is present, by row and by column, in one pass.
 
     Args:
@@ -324,9 +335,17 @@ def second_moment_sums(
         by_column: also sum by column.
         threads: native threads; None: as many as torch uses.
     """
+    rows, columns = shape = matrix_shape(tuple(v.shape))
+    if v.numel() and (found := run_kernels(v.device, lambda kernels: kernels.sum_moments(v, m, shape))) is not None:
+        table = yield found
+        *by_row, rest = table.split_with_sizes([*3 * [rows], table.numel() - 3 * rows])
+        *all_columns, flags = rest.split_with_sizes([*3 * [columns], rest.numel() - 3 * columns])
+        pairs = zip(by_row, all_columns, strict=True)
+        logs, counts, values = (MatrixSums(row, column if by_column else column[:0]) for row, column in pairs)
+        flags = flags.to(torch.int32)
+        return SecondMomentSums(not bool((flags & 1).any()), bool((flags & 2).any()), logs, counts, values)
     if not v.is_cpu:
         return _second_moment_sums_torch(v, m, by_column)
-    rows, columns = matrix_shape(tuple(v.shape))
     is_finite, has_negative, sums = _native.second_moment_sums(
         v,
         rows,

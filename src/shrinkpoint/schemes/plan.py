@@ -200,12 +200,12 @@ class QuantizationPlan(RecordEncodingMixin):
     @torch.no_grad()
     def with_samples(self, state: FlatState) -> QuantizationPlan:
         """The same plan with the rows of weights on which progress is measured, copied from the state of the plan."""
-        samples = {
-            name: RowSample.from_tensor(state.tensors[name], self.sampled_rows.get(name))
+        sampled = {
+            name: (state.tensors[name], self.sampled_rows.get(name))
             for name in self.replaced_names & self.quantized.keys()
             if state.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)
         }
-        return replace(self, samples=samples)
+        return replace(self, samples=RowSample.from_tensors(sampled))
 
 
 def plan_within_memory(

@@ -18,6 +18,7 @@ from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, tensor_rows
+from shrinkpoint.device.reads import copy_together
 from shrinkpoint.errors import warn_user
 from shrinkpoint.quantize.statistics import ValueSums, value_sums
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -157,7 +158,7 @@ def select_tensors(
         others = [other for other in colocated[name] if other in allowed]
         return tuple(global_tensors.global_names[n] for n in others if is_cast(tensor, candidates[n]))
 
-    sums = map_tensors(lambda name, threads: value_sums(candidates[name], threads), candidates)
+    sums = map_tensors(lambda name, threads: value_sums.together(candidates[name], threads), candidates)
     reports = global_tensors.reduce(
         {
             name: _ShardReport(
@@ -320,6 +321,9 @@ def unchanged_tensors(
     unchanged: dict[str, QuantizedTensor] = {}
     origins = {name: None if reference is None else reference.quantized.get(name) for name in names}
     shared = set[str]() if reference is None else reference.shared_names(state.infos[name] for name in names)
+    heads = copy_together(
+        {name: x[_head_rows(x)] for name in shared if not (x := as_matrix(state.tensors[name].detach())).is_cpu}
+    )
     # Those that others are relative to come first: where one has changed, the others cannot be written again.
     for name, origin in sorted(origins.items(), key=lambda item: _relative_to(item[1]) != ""):
         tensor = state.tensors[name]
@@ -327,7 +331,7 @@ def unchanged_tensors(
             continue
         if _relative_to(origin) and _relative_to(origin) not in unchanged:
             continue
-        if name in shared and _equals_parent(tensor, name, reference):
+        if name in shared and _equals_parent(tensor, name, reference, heads.get(name)):
             unchanged[name] = origin
     independent = global_tensors.tensors_where_all(
         {name: name in unchanged and not _relative_to(unchanged[name]) for name in names}
@@ -342,19 +346,27 @@ def unchanged_tensors(
     }
 
 
-def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
-    """True if a tensor has the parent's bits; of a parent on a lattice, the first values are decoded first."""
+def _head_rows(matrix: Tensor) -> slice:
+    """The first rows of a matrix, of about `_HEAD_VALUES` values."""
+    return slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))
+
+
+def _equals_parent(tensor: Tensor, name: str, reference: Reference, head: Tensor | None) -> bool:
+    """True if a tensor has the parent's bits; of a parent on a lattice, the first values are decoded first.
+
+    Args:
+        head: a copy of the first rows in host memory, if the tensor is on another device.
+    """
     source = lattice_source(reference.tensors, name)
     if source is not None and source.needs_only_codes and tensor.is_cpu:
         is_equal = source.quantized.starts_with(tensor, _HEAD_VALUES)
         if not is_equal or tensor.numel() <= _HEAD_VALUES:
             return is_equal
-    elif source is not None:
+    elif source is not None or head is not None:
         matrix = as_matrix(tensor.detach())
-        head = slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))
-        if not torch.equal(
-            as_bits(matrix[head]), as_bits(tensor_rows(reference.tensors, name, head)).to(tensor.device)
-        ):
+        rows = _head_rows(matrix)
+        parent = tensor_rows(reference.tensors, name, rows)
+        if not torch.equal(as_bits(matrix[rows] if head is None else head), as_bits(parent)):
             return False
     return is_bitwise_equal(tensor, reference.tensors[name])
 

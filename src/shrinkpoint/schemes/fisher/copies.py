@@ -206,7 +206,8 @@ def _make_copy(
         return None
     own = {name: source for name, source in sources.items() if source is not None and state.tensors[name].numel()}
     sums = map_tensors(
-        lambda name, threads: value_sums(state.tensors[name], threads), {name: state.tensors[name] for name in own}
+        lambda name, threads: value_sums.together(state.tensors[name], threads),
+        {name: state.tensors[name] for name in own},
     )
     distance = _distance(own, state, tensors)
     quantized = {} if reference is None else reference.quantized

@@ -31,6 +31,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.device.reads import Reads
 from shrinkpoint.quantize.lattice import PowerZones, lattice_positions, quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
@@ -317,7 +318,7 @@ class _MomentQuantizer:
             self._precision, second_step=self._precision.accumulator_step, second_zones=PowerZones(dead=0.5)
         )
 
-        def quantize(name: str, threads: int) -> tuple[LatticeTensor, Tensor | None]:
+        def quantize(name: str, threads: int) -> Reads[tuple[LatticeTensor, Tensor | None]]:
             v, m, parent = moments[name], firsts[name], self._parents.get(name)
             if parent is not None and (parent.lattice.spacing != "log" or parent.codes.dtype != torch.int8):
                 parent = None
@@ -327,7 +328,7 @@ class _MomentQuantizer:
             if parent is not None and name in tensors.whole and sums[name].has_absent(v.numel()):
                 rows = rows + precision.second_step * _fresh_rows(sums[name], parent)
             lattice = self._inherit(name, Lattice("log", rows, columns, step=precision.second_step))
-            return quantize_second_moment(v, m, lattice, precision.second_zones, parent, threads)
+            return quantize_second_moment.together(v, m, lattice, precision.second_zones, parent, threads)
 
         results = map_tensors(quantize, {name: moments[name] for name in sums})
         for name, (_, relative_sums) in results.items():
@@ -373,7 +374,7 @@ class _MomentQuantizer:
         sums = tensors.marginals((name for name in names if name not in tensors.whole), local_sums)
         exponents = self._row_exponents(name for name in names if name not in momentum and name in tensors.whole)
 
-        def quantize(name: str, threads: int) -> LatticeTensor | None:
+        def quantize(name: str, threads: int) -> Reads[LatticeTensor | None]:
             m, total = moments[name], sums.get(tensors.global_names[name])
             if name in momentum:
                 return self._quantize_momentum(name, m, seeds[name], total)
@@ -384,8 +385,10 @@ class _MomentQuantizer:
             )
             v = second_points[second]
             dtype = self._state.tensors[second].dtype
-            return quantize_to_lattice(
-                m, lattice, second_moment=v, relative_to=second, second_dtype=dtype, threads=threads
+            return (
+                yield from quantize_to_lattice.together(
+                    m, lattice, second_moment=v, relative_to=second, second_dtype=dtype, threads=threads
+                )
             )
 
         points = map_tensors(quantize, {name: moments[name] for name in names})

@@ -13,6 +13,7 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, matrix_shape, row_counts
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor
+from shrinkpoint.device.reads import Reads
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
@@ -97,13 +98,13 @@ class MomentStatistics:
             self._sums |= {(key, first is not None): result for key, result in sums.items()}
         return self._sums[name, first is not None]
 
-    def _sum(self, name: str, threads: int, *, with_first: bool) -> SecondMomentSums:
+    def _sum(self, name: str, threads: int, *, with_first: bool) -> Reads[SecondMomentSums]:
         v, first = as_native_float(self._tensors[name]), self._pairs.get(name) if with_first else None
         m = None if first is None else as_native_float(self._tensors[first])
         if v.dim() > 2:
             shape = self.matrix_shape(name)
             v, m = v.reshape(shape), None if m is None else m.reshape(shape)
-        return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
+        return second_moment_sums.together(v, m, by_column=v.dim() > 1, threads=threads)
 
     def is_finite(self, name: str) -> bool:
         second = name if name in self._pairs else self._seconds.get(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither, matrix_shape
 from shrinkpoint.codec.reference import Reference, RowSample
+from shrinkpoint.device.reads import Reading, Reads, copy_together
 from shrinkpoint.quantize.lattice import (
     ErrorSums,
     ErrorWeights,
@@ -23,7 +24,6 @@ from shrinkpoint.quantize.lattice import (
 )
 from shrinkpoint.schemes.fisher.curvature import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
-from shrinkpoint.tensors.dtypes import copy_to_host
 
 MIN_RETAINED = 0.93
 """The share of the weights' movement since the parent checkpoint that values must follow, with their gains.
@@ -91,6 +91,7 @@ class Hysteresis:
     gains: Mapping[str, float] = field(default_factory=dict, repr=False)
 
 
+@Reading
 def quantize_weight(
     weight: Tensor,
     lattice: Lattice,
@@ -99,7 +100,7 @@ def quantize_weight(
     gain: float = 1.0,
     weights: ErrorWeights | None = None,
     threads: int | None = None,
-) -> tuple[LatticeTensor, ErrorSums] | None:
+) -> Reads[tuple[LatticeTensor, ErrorSums] | None]:
     """The nearest point of each value, or its previous one if that is at most `hysteresis` steps away; and the errors.
 
     Args:
@@ -112,7 +113,7 @@ def quantize_weight(
     Returns:
         None if codes do not reach as far as the weight, or its dtype not as far as the points.
     """
-    result = quantize_with_errors(
+    result = yield from quantize_with_errors.together(
         weight,
         lattice,
         weights or ErrorWeights(),
@@ -150,10 +151,12 @@ def fit_hysteresis(
             all weights together.
         max_hysteresis: in steps, at most; at least 1/2, rounding to the nearest.
     """
+    matrices = {name: as_matrix(weights.local[name].detach()) for name in previous if name in weights.tensors.primary}
+    rows = {name: matrix[previous[name].start.rows] for name, matrix in matrices.items()}
+    rows |= copy_together({name: x for name, x in rows.items() if not (x.is_cpu and x.is_contiguous())})
     sums = {
-        name: _movement_sums(weights.local[name], points, max_hysteresis)
-        for name, points in previous.items()
-        if name in weights.tensors.primary
+        name: _movement_sums(values, range(len(matrices[name])), previous[name], max_hysteresis)
+        for name, values in rows.items()
     }
     by_weight = weights.tensors.reduce_primary(
         sums, lambda ranks: ranks[0] if len(ranks) == 1 else [math.fsum(parts) for parts in zip(*ranks, strict=True)]
@@ -173,18 +176,20 @@ def fit_hysteresis(
     return Hysteresis(threshold, dict(zip(by_weight, gains[:, low].tolist(), strict=True)))
 
 
-def _movement_sums(weight: Tensor, previous: PreviousPoints, max_hysteresis: float) -> list[float]:
+def _movement_sums(values: Tensor, indices: range, previous: PreviousPoints, max_hysteresis: float) -> list[float]:
     """Inner products of the movement of a local weight and of its points.
+
+    Args:
+        values: the sampled rows of the weight, contiguous and in host memory.
+        indices: of all rows.
 
     Returns:
         The movement since the parent checkpoint times that of the points before then, times the gain that they had;
         then the sums of `quantize.lattice.movement_sums` since the lattice began, and since the parent checkpoint.
     """
-    start, points, matrix = previous.start, previous.points, as_matrix(weight.detach())
-    rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
-    values = rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)
+    start, points = previous.start, previous.points
     earlier, top = (start.values, previous.originals), max(max_hysteresis, _MIN_TOP)
-    sums = movement_sums(values, points, earlier, indices, top, _HYSTERESIS_LEVELS)
+    sums = movement_sums(values, points, earlier, indices[start.rows], top, _HYSTERESIS_LEVELS)
     before = sums[len(sums) // 2 + 1]
     return [before * points.gain, *sums]
 

@@ -24,6 +24,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample, tensor_rows
+from shrinkpoint.device.reads import Reads
 from shrinkpoint.errors import warn_user
 from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
@@ -370,13 +371,14 @@ class StepCandidates:
 
         Those of weights with stochastic rounding, which have neither hysteresis nor a gain, are left out.
         """
-        starts = {}
+        starts, fresh = dict[str, RowSample](), dict[str, tuple[Tensor, slice | None]]()
         for name, points in quantized.points.items():
             if name not in self._stochastic and isinstance(points, LatticeTensor):
-                rows = self._shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES)
-                is_new = points.origin is None
-                starts[name] = RowSample.from_tensor(self.weights[name], rows) if is_new else self._starts[name]
-        return starts
+                if points.origin is None:
+                    fresh[name] = self.weights[name], self._shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES)
+                else:
+                    starts[name] = self._starts[name]
+        return starts | RowSample.from_tensors(fresh)
 
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
@@ -394,7 +396,7 @@ class StepCandidates:
         threads: int,
         *,
         with_curvature: bool,
-    ) -> tuple[LatticeTensor, tuple[float, float]] | None:
+    ) -> Reads[tuple[LatticeTensor, tuple[float, float]] | None]:
         """The points of a weight, and the slope term and the curvature term of the rise that their errors cause."""
         weight, curvature = self.weights[name], self.curvatures[name]
         if name in self._stochastic:
@@ -408,7 +410,8 @@ class StepCandidates:
                 return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
         weights = curvature.error_weights(with_curvature=with_curvature)
         gain = hysteresis.gains.get(self._global_names[name], 1.0)
-        result = quantize_weight(weight, lattice, previous, hysteresis.threshold, gain, weights, threads)
+        measured = weight, lattice, previous, hysteresis.threshold, gain, weights, threads
+        result = yield from quantize_weight.together(*measured)
         if result is None:
             return None
         return result[0], curvature.rise_of_errors(result[1], with_curvature=with_curvature)
