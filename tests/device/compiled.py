@@ -95,8 +95,10 @@ def compile_lattices(rows: int, columns: int) -> None:
     v, codes = m.bfloat16(), m.to(torch.int8)
     kernels.sum_values(m)
     for first, parent in ((m, (codes, powers)), (None, None)):
-        kernels.sum_moments(v, first, (rows, columns))
+        kernels.sum_moments(v, first, (rows, columns), first is None)
         kernels.quantize_powers(v, first, powers, (0.5, 0.5, 0.8), parent)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        kernels.decode_points(codes, linear, dtype, codes, 0.25)
     relative = Lattice("relative", sides[0], sides[1][:1], seed=7)
     kernels.quantize_points(m, relative, torch.int8, (codes, powers, True))
     kernels.quantize_points(m, linear, torch.int16, None, (codes, 0.6), (m, v, codes, 0.25))

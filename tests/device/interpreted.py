@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.kernel_bits import FLOATS, check_rows, compressor_of, edge_values, kernels_on, some_rows
-from helpers.lattice_devices import PARAMETERS, SHAPES, check_moments, check_plans, check_sums, check_weights
+from helpers.lattice_devices import PARAMETERS, SHAPES, check_moments, check_plans, check_sums, check_weights, sgd
 from helpers.parameters import each_value
 from helpers.stand_in_device import DEVICE, DeviceTensor, StandInDevice, on_host
 from helpers.strategies import bits
@@ -268,6 +268,10 @@ def test_kernels_choose_the_points_of_native_code(shape: tuple[int, ...], dtype:
 
 def test_kernels_give_the_sums_of_native_code() -> None:
     check_sums(here, lambda: kernels_on("cpu"))
+
+
+def test_kernels_choose_the_points_of_momentum() -> None:
+    check_plans(2, here, lambda: kernels_on("cpu"), sgd, nats=30.0, terms=1000)
 
 
 def test_fisher_takes_six_launches_for_each_parameter_and_ten_waits_for_all(monkeypatch) -> None:

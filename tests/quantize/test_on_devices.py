@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.lattice_devices import DTYPES, SHAPES, check_moments, check_plans, check_sums, check_weights
+from helpers.lattice_devices import DTYPES, SHAPES, check_moments, check_plans, check_sums, check_weights, sgd
 from helpers.parameters import each_value
 from helpers.stand_in_device import DeviceTensor, StandInDevice
 
@@ -21,6 +21,7 @@ def test_torch_operations_choose_the_points_of_native_code(shape, dtype):
 def test_torch_operations_give_the_sums_and_plans_of_native_code():
     check_sums(DeviceTensor, StandInDevice)
     check_plans(3, DeviceTensor, StandInDevice)
+    check_plans(3, DeviceTensor, StandInDevice, sgd, nats=30.0, terms=1000)
 
 
 @pytest.mark.gpu
@@ -35,4 +36,5 @@ def test_kernels_on_a_gpu_choose_the_points_of_native_code():
             check_moments(shape, dtype, torch.Tensor.cuda, there)
     check_sums(torch.Tensor.cuda, there)
     check_plans(3, torch.Tensor.cuda, there)
+    check_plans(3, torch.Tensor.cuda, there, sgd)
     assert not shrinkpoint.device._failures

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.device import run_kernels
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -33,6 +34,7 @@ MIN_GAIN, MAX_GAIN = 1 / 16, 16.0
 ZERO_CODE = -127  # With spacing "log", the code that stands for zero; the smallest code of a power of two is one above
 _POWERS = tuple(float(np.float32(2.0 ** (k / STEPS_PER_OCTAVE))) for k in range(STEPS_PER_OCTAVE))
 _DITHER_LEVELS = 256
+_DECODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels decode to
 _HEAD_CODES = 1 << 12  # codes that are compared first: those of a tensor that trains differ there already
 _MASK_32_BITS = (1 << 32) - 1
 _NATIVE_FORM = "_native_form"  # the attribute that caches the native core's form of a lattice
@@ -246,6 +248,12 @@ class LatticeTensor:
             dtype: of the result.
             second_moments: the tensor named by `relative_to`, of the same shape.
         """
+        excess = float(np.float32(self.gain) - np.float32(1))
+        if self.lattice.spacing == "linear" and self.codes.numel() and dtype in _DECODED_DTYPES:
+            arguments = self.codes, self.lattice, dtype, self.origin if excess else None, excess
+            decoded: Tensor | None = run_kernels(self.codes.device, operator.methodcaller("decode_points", *arguments))
+            if decoded is not None:
+                return decoded
         if self.codes.is_cpu:
             out = _native.empty(4 * self.codes.numel())
             stored = None if second_moments is None else second_moments.to(torch.float32)
@@ -262,7 +270,7 @@ class LatticeTensor:
             dithered = codes.to(torch.float32) + lattice.dither(shape, codes.device)
             if self.origin is not None and self.gain != 1:
                 moved = codes.to(torch.float32) - self.origin.reshape(shape).to(codes.device, torch.float32)
-                dithered = dithered + moved * (torch.tensor(self.gain, dtype=torch.float32) - 1).to(codes.device)
+                dithered = dithered + moved * excess
             values = dithered * lattice.scales(squares, codes.device)
         return values.reshape(self.codes.shape).to(dtype)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shrinkpoint.device.arithmetic import as_float, as_word, dither, load_values, nearest_brief
-from shrinkpoint.device.rows import launch
+from shrinkpoint.device.rows import launch, signed
 
 if TYPE_CHECKING:
     from shrinkpoint.codec.lattice import Lattice
@@ -76,6 +76,23 @@ def load_exponents(sides, row, column, rows, columns, by_column):
     """The exponents of a lattice's rows [ROWS, 1] and columns [1, WIDTH], which lie one after the other."""
     of_rows = tl.load(sides + row, mask=row < rows, other=0).to(tl.int32)
     return of_rows, tl.load(sides + rows + column * by_column, mask=column < columns, other=0).to(tl.int32)
+
+
+@triton.jit
+def load_steps(sides, row, column, rows, columns, by_column):
+    """The steps of a lattice's rows and columns: float32 [ROWS, WIDTH]."""
+    of_rows, of_columns = load_exponents(sides, row, column, rows, columns, by_column)
+    return as_float(power_words(of_rows)) * as_float(power_words(of_columns))
+
+
+@triton.jit
+def multiples_of(code, shift, origin, excess, places, mask):
+    """The numbers of steps that codes stand for, with a gain if there is an origin."""
+    multiple = code.to(tl.float32) + shift
+    if origin is not None:
+        moved = code.to(tl.float32) - tl.load(origin + places, mask=mask, other=0).to(tl.float32)
+        multiple = multiple + moved * excess
+    return multiple
 
 
 @triton.jit
@@ -142,8 +159,7 @@ def _quantize_points(
     """
     row, column, mask = tile_places(rows, columns, segments, ROWS, WIDTH)
     places = row * columns + column
-    of_rows, of_columns = load_exponents(sides, row, column, rows, columns, by_column)
-    scale = as_float(power_words(of_rows)) * as_float(power_words(of_columns))
+    scale = load_steps(sides, row, column, rows, columns, by_column)
     if seconds is not None:
         of_rows, of_columns = load_exponents(second_sides, row, column, rows, columns, second_by_column)
         second = tl.load(seconds + places, mask=mask, other=ZERO_CODE).to(tl.int32)
@@ -163,11 +179,36 @@ def _quantize_points(
     tl.store(parts + tl.program_id(0).to(tl.int64) * 4, tl.max(tl.max(tl.where(mask, need, 1), axis=1), axis=0))
     tl.store(codes + places, code.to(codes.dtype.element_ty), mask=mask)
     if ERRORS:
-        multiple = code.to(tl.float32) + shift
-        if origin is not None:
-            moved = code.to(tl.float32) - tl.load(origin + places, mask=mask, other=0).to(tl.float32)
-            multiple = multiple + moved * excess
-        store_error_sums(parts, tl.where(mask, multiple * scale - values, 0.0), places, mask, slopes, squares)
+        errors = multiples_of(code, shift, origin, excess, places, mask) * scale - values
+        store_error_sums(parts, tl.where(mask, errors, 0.0), places, mask, slopes, squares)
+
+
+@triton.jit(do_not_specialize=["seed", "rows", "segments", "by_column"])
+def _decode_points(
+    codes,
+    sides,
+    origin,
+    excess,
+    out,
+    seed,
+    rows,
+    columns,
+    segments,
+    by_column,
+    DITHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store the values of a tile of codes, rounded to the dtype of `out` as torch rounds. Program (tile, 0)."""
+    row, column, mask = tile_places(rows, columns, segments, ROWS, WIDTH)
+    places = row * columns + column
+    shift = dither(places, seed) if DITHER else tl.zeros(mask.shape, tl.float32)
+    code = tl.load(codes + places, mask=mask, other=0)
+    multiple = multiples_of(code, shift, origin, excess, places, mask)
+    values = multiple * load_steps(sides, row, column, rows, columns, by_column)
+    if out.dtype.element_ty == tl.bfloat16:  # by bits: the interpreter drops denormals else
+        values = (as_word(nearest_brief(values)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "segments", "by_column", "step", "earlier_step", "earlier_by_column"])
@@ -225,9 +266,22 @@ def _quantize_powers(
 
 @triton.jit(do_not_specialize=["rows", "segments", "blocks"])
 def _sum_moments(
-    v, m, parts, flags, rows, columns, segments, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr
+    v,
+    m,
+    parts,
+    flags,
+    rows,
+    columns,
+    segments,
+    blocks,
+    SQUARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Store parts of the sums of logarithms, counts and values of second moments: of rows, then of columns.
+
+    With SQUARED, second moments are the squares of the values.
 
     Program (column segments of row blocks, 0). A flag has bit 0 if a value is not finite, bit 1 if one is below zero.
     """
@@ -241,6 +295,8 @@ def _sum_moments(
         row = (block * STEPS + step) * ROWS + tl.arange(0, ROWS)[:, None]
         places, mask = row * columns + column, (row < rows) & (column < columns)
         values = load_values(v, places, mask, None)
+        if SQUARED:
+            values = values * values
         bits = as_word(values)
         first = bits if m is None else as_word(load_values(m, places, mask, None))
         sizes, first = bits & _MAGNITUDE_MASK, first & _MAGNITUDE_MASK
@@ -344,12 +400,29 @@ def quantize_points(
     slopes, squares, origin, excess = errors or (None, None, None, 0.0)
     others = _flat(before, device), hysteresis, _flat(origin, device), excess
     weights = _flat(slopes, device), _flat(squares, device)
-    seed = lattice.seed - (lattice.seed >> 31 << 32)
-    sizes = seed, rows, columns, segments, by_column
+    sizes = signed(lattice.seed), rows, columns, segments, by_column
     arguments = _flat(values, device), sides, *seconds, *others, *weights, codes, parts, *sizes
-    options = {"DITHER": bool(seed), "BRIEF": second is not None and second[2], "ERRORS": errors is not None}
+    options = {"DITHER": bool(lattice.seed), "BRIEF": second is not None and second[2], "ERRORS": errors is not None}
     launch(_quantize_points, (programs, 1), device, *arguments, **options, ROWS=tall, WIDTH=wide)
     return codes, parts
+
+
+def decode_points(codes: Tensor, lattice: Lattice, dtype: torch.dtype, origin: Tensor | None, excess: float) -> Tensor:
+    """Decode codes, at least one, on a lattice of spacing "linear": values of their shape.
+
+    Args:
+        dtype: float32, or of 16 bits.
+        origin, excess: codes of an origin, and the gain less 1.
+    """
+    device, (rows, columns) = codes.device, lattice.matrix_shape(tuple(codes.shape))
+    tall, wide, segments = _tiling(rows, columns)
+    out = torch.empty(codes.shape, dtype=dtype, device=device)
+    sides, by_column = _sides(lattice, device)
+    arguments = _flat(codes, device), sides, _flat(origin, device), excess, out, signed(lattice.seed)
+    options = {"DITHER": bool(lattice.seed), "ROWS": tall, "WIDTH": wide}
+    grid = -(-rows // tall) * segments, 1
+    launch(_decode_points, grid, device, *arguments, rows, columns, segments, by_column, **options)
+    return out
 
 
 def quantize_powers(
@@ -384,8 +457,11 @@ def quantize_powers(
     return codes, parts
 
 
-def sum_moments(v: Tensor, m: Tensor | None, shape: tuple[int, int]) -> Tensor:
+def sum_moments(v: Tensor, m: Tensor | None, shape: tuple[int, int], squared: bool) -> Tensor:
     """Sum second moments by row and by column of a matrix of this shape, which has values.
+
+    Args:
+        squared: the second moments are the squares of `v`.
 
     Returns:
         float64: sums of logarithms, counts and values by row; the same by column; then flags: bit 0 is set in one if
@@ -398,7 +474,8 @@ def sum_moments(v: Tensor, m: Tensor | None, shape: tuple[int, int]) -> Tensor:
     parts = torch.empty(3 * (segments * rows + blocks * columns), dtype=torch.float64, device=device)
     out = torch.empty(3 * (rows + columns) + segments * blocks, dtype=torch.float64, device=device)
     arguments = _flat(v, device), _flat(m, device), parts, out[3 * (rows + columns) :], rows, columns, segments, blocks
-    launch(_sum_moments, (segments * blocks, 1), device, *arguments, ROWS=tall, WIDTH=wide, STEPS=steps)
+    options = {"SQUARED": squared, "ROWS": tall, "WIDTH": wide, "STEPS": steps}
+    launch(_sum_moments, (segments * blocks, 1), device, *arguments, **options)
     block = min(256, triton.next_power_of_2(max(rows, columns)))
     grid = -(-max(rows, columns) // block), 6
     launch(_merge_sums, grid, device, parts, out, rows, columns, segments, blocks, BLOCK=block)

@@ -149,9 +149,13 @@ def _has_kernels(tensor: Tensor) -> bool:
     return tensor.dtype in DTYPES and tensor.numel() > 0
 
 
+def signed(seed: int) -> int:
+    """A seed below 2^32 as the int32 of the same bits."""
+    return seed - (seed >> 31 << 32)
+
+
 def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
     """Seeds below 2^32 as int32 of the same bits, on the device; the host does not wait for the copy."""
-    signed = [seed - (seed >> 31 << 32) for seed in seeds]
-    return torch.tensor(signed, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu").to(
-        device, non_blocking=True
-    )
+    return torch.tensor(
+        [signed(seed) for seed in seeds], dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
+    ).to(device, non_blocking=True)

@@ -31,7 +31,7 @@ from shrinkpoint.device.arithmetic import (
     store_codes,
     store_values,
 )
-from shrinkpoint.device.rows import BLOCK, Rows, launch, new_messages, seed_tensor
+from shrinkpoint.device.rows import BLOCK, Rows, launch, new_messages, seed_tensor, signed
 
 MAX_GROUP = 4096
 """The largest group that a program encodes by itself."""
@@ -65,8 +65,7 @@ class UniformWire:
         """One seed as a number, which needs no copy to the device; several as a tensor."""
         if len(self.seeds) > 1:
             return seed_tensor(self.seeds, device)
-        seed = self.seeds[0] if self.seeds else 0
-        return seed - (seed >> 31 << 32)
+        return signed(self.seeds[0]) if self.seeds else 0
 
     @property
     def dither(self) -> int:

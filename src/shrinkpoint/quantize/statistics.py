@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
@@ -325,7 +326,12 @@ class SecondMomentSums(NamedTuple):
 
 @Reading
 def second_moment_sums(
-    v: Tensor, m: Tensor | None = None, *, by_column: bool = True, threads: int | None = None
+    v: Tensor,
+    m: Tensor | None = None,
+    *,
+    by_column: bool = True,
+    squared: bool = False,
+    threads: int | None = None,
 ) -> Reads[SecondMomentSums]:
     """Sum a second moment, its logarithms and what is present, by row and by column, in one pass.
 
@@ -333,10 +339,12 @@ def second_moment_sums(
         v: float32 or bfloat16, of any shape.
         m: the first moment, of the same shape, float32 or bfloat16; None: unknown.
         by_column: also sum by column.
+        squared: sum the squares of `v`, rounded to float32, as second moments.
         threads: native threads; None: as many as torch uses.
     """
     rows, columns = shape = matrix_shape(tuple(v.shape))
-    if v.numel() and (found := run_kernels(v.device, lambda kernels: kernels.sum_moments(v, m, shape))) is not None:
+    sum_moments = methodcaller("sum_moments", v, m, shape, squared)
+    if v.numel() and (found := run_kernels(v.device, sum_moments)) is not None:
         table = yield found
         *by_row, rest = table.split_with_sizes([*3 * [rows], table.numel() - 3 * rows])
         *all_columns, flags = rest.split_with_sizes([*3 * [columns], rest.numel() - 3 * columns])
@@ -344,6 +352,7 @@ def second_moment_sums(
         logs, counts, values = (MatrixSums(row, column if by_column else column[:0]) for row, column in pairs)
         flags = flags.to(torch.int32)
         return SecondMomentSums(not bool((flags & 1).any()), bool((flags & 2).any()), logs, counts, values)
+    v = v.to(torch.float32).square() if squared else v
     if not v.is_cpu:
         return _second_moment_sums_torch(v, m, by_column)
     is_finite, has_negative, sums = _native.second_moment_sums(
@@ -393,6 +402,7 @@ def relative_squares(m: Tensor, v: Tensor) -> Tensor:
     return as_matrix(m).to(torch.float32).square().div_(as_matrix(v)).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def square_sums(tensor: Tensor) -> MatrixSums:
+@Reading
+def square_sums(tensor: Tensor) -> Reads[MatrixSums]:
     """Sums by row and by column of the squares of a tensor, rounded to float32, seen as a matrix."""
-    return second_moment_sums(as_matrix(tensor).to(torch.float32).square()).values
+    return (yield from second_moment_sums.together(as_matrix(tensor), squared=True)).values

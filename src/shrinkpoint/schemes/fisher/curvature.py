@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix, matrix_shape
+from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, tensor_rows
 from shrinkpoint.quantize.lattice import ErrorSums, ErrorWeights, quantization_error_sums
 from shrinkpoint.quantize.statistics import (
@@ -264,14 +265,14 @@ class Curvature:
         """True if the squares are a single number for all weights."""
         return self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
 
-    def weighted_sum(self, rows: Tensor, columns: Tensor) -> float:
-        """The sum of the squares times a factor for each row and each column; 0 if unknown.
+    def weighted_sum(self, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """The sum of the squares times a factor for each row and each column, on its device; None if unknown.
 
         Args:
             rows, columns: float64 on the device of the squares; `columns` has one value for all or one for each.
         """
         if self.second is None:
-            return 0.0
+            return None
         second = self.second if len(self.second) == len(rows) else self.second.reshape(len(rows), -1)
         if self._is_constant:
             count = second.shape[1] if columns.numel() == 1 else 1
@@ -280,7 +281,7 @@ class Curvature:
             row_sums = second.sum(1, dtype=torch.float64) * columns.double()
         else:
             row_sums = torch.mv(second.to(torch.float32), columns.to(torch.float32)).to(torch.float64)
-        return self.second_factor * float((row_sums * rows.to(torch.float64)).sum())
+        return (row_sums * rows.to(torch.float64)).sum() * self.second_factor
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,9 @@ def estimate_curvatures(
         if info is not None and name not in weights.tensors.whole:
             info = replace(info, factors=None, blocks=None)  # these are of whole tensors
         local[name] = Curvature.from_optimizer(weight, state, info, recorded.get(name), statistics)
+    seconds = {n: c.second for n, c in local.items() if c.second is not None and c.second_sums is None}
+    found = map_tensors(lambda name, threads: second_moment_sums.together(seconds[name], threads=threads), seconds)
+    local |= {name: replace(local[name], second_sums=sums.values) for name, sums in found.items()}
     whole = weights.tensors.whole
     kinds = weights.tensors.reduce(
         {

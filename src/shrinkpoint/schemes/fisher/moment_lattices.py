@@ -31,7 +31,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.device.reads import Reads
+from shrinkpoint.device.reads import Reading, Reads, copy_together
 from shrinkpoint.quantize.lattice import PowerZones, lattice_positions, quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
@@ -44,6 +44,7 @@ from shrinkpoint.schemes.fisher.first_moments import first_step_factor
 from shrinkpoint.schemes.fisher.moment_statistics import (
     FIRST_KINDS,
     MIN_LATTICE_NUMEL,
+    MOMENT_DTYPES,
     MomentSamples,
     MomentStatistics,
 )
@@ -57,7 +58,6 @@ from shrinkpoint.tensors.optimizers import MomentKind
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 DROPPED_ROLES: Mapping[str, tuple[Role, ...]] = {"drop": MOMENT_ROLES, "second": (Role.MOMENT1,)}
 """Roles of moments that are zero after a restore, by the argument `moments` of the scheme."""
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 SECOND_KINDS = (MomentKind.SQUARE_MEAN, MomentKind.ACCUMULATOR)
 
 _MAX_SERIAL_NUMEL = 2048  # up to which torch takes logarithms in the calling thread
@@ -359,7 +359,8 @@ class _MomentQuantizer:
         }
         kinds = {name: self._state.moment_kinds[name] for name in momentum}
         dithered = [name for name, kind in kinds.items() if kind not in self._precision.dead_zones]
-        without_zeros = tensors.tensors_where_all({name: bool(momentum[name].all()) for name in dithered})
+        flags = copy_together({name: momentum[name].all() for name in dithered})
+        without_zeros = tensors.tensors_where_all({name: bool(flag) for name, flag in flags.items()})
         self._with_zeros = {name for name in dithered if tensors.global_names[name] not in without_zeros}
         exact = {name for name in self._with_zeros if kinds[name] not in _STOCHASTIC_KINDS}
         names = [n for n in moments if (n in momentum and n not in exact) or tensors.global_names[n] in paired]
@@ -377,7 +378,7 @@ class _MomentQuantizer:
         def quantize(name: str, threads: int) -> Reads[LatticeTensor | None]:
             m, total = moments[name], sums.get(tensors.global_names[name])
             if name in momentum:
-                return self._quantize_momentum(name, m, seeds[name], total)
+                return (yield from self._quantize_momentum(name, m, seeds[name], total))
             second = self._pairs[name]
             rows = exponents[name] if total is None else self._split_row_exponents(name, total)
             lattice = self._inherit(
@@ -434,11 +435,13 @@ class _MomentQuantizer:
         rows = first_row_exponents(means, torch.full_like(means, self._first_steps[name]), self._precision)
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
-    def _quantize_momentum(self, name: str, m: Tensor, seed: int, sums: Marginals | None) -> LatticeTensor | None:
+    def _quantize_momentum(
+        self, name: str, m: Tensor, seed: int, sums: Marginals | None
+    ) -> Reads[LatticeTensor | None]:
         kind = self._state.moment_kinds[name]
         step, dead_zone = self._precision.momentum_steps[kind], self._precision.dead_zones.get(kind)
         if sums is None:
-            exponents = own_momentum_exponents(m, step)
+            exponents = yield from own_momentum_exponents.together(m, step)
         else:
             counts = scale_counts("linear", sums.shape)
             exponents = momentum_exponents(sums.mean, sums.mean_along(1), sums.mean_along(0), counts, step)
@@ -449,7 +452,7 @@ class _MomentQuantizer:
         lattice = self._inherit(name, Lattice("linear", *exponents, seed=seed if is_dithered else 0))
         if name in self._with_zeros:
             return round_stochastically(m, lattice, seed)
-        return quantize_momentum(m, lattice, dead_zone)
+        return (yield from quantize_momentum.together(m, lattice, dead_zone))
 
     def _slice(self, name: str, lattice: Lattice) -> Exponents:
         """The exponents of a shard's rows and columns, from the lattice of its global tensor."""
@@ -482,16 +485,17 @@ def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecisi
     return _log2_exponents(largest * (half_octaves / 2).exp2())
 
 
-def quantize_momentum(m: Tensor, lattice: Lattice, dead_zone: float | None = None) -> LatticeTensor | None:
+@Reading
+def quantize_momentum(m: Tensor, lattice: Lattice, dead_zone: float | None = None) -> Reads[LatticeTensor | None]:
     """Quantize a first moment without a second one (momentum); None if points do not reach as far as it.
 
     Args:
         dead_zone: half the width of what becomes 0, in steps; None: the nearest points.
     """
     if dead_zone is None:
-        return quantize_to_lattice(m, lattice)
+        return (yield from quantize_to_lattice.together(m, lattice))
     zeros = torch.zeros(m.shape, dtype=torch.int8, device=m.device)
-    return quantize_to_lattice(m, lattice, previous_codes=zeros, hysteresis=dead_zone)
+    return (yield from quantize_to_lattice.together(m, lattice, previous_codes=zeros, hysteresis=dead_zone))
 
 
 def round_stochastically(m: Tensor, lattice: Lattice, seed: int) -> LatticeTensor | None:
@@ -506,10 +510,11 @@ def round_stochastically(m: Tensor, lattice: Lattice, seed: int) -> LatticeTenso
     return LatticeTensor(codes.to(torch.int16).reshape(m.shape), lattice).narrow()
 
 
-def own_momentum_exponents(m: Tensor, step: float) -> Exponents | None:
+@Reading
+def own_momentum_exponents(m: Tensor, step: float) -> Reads[Exponents | None]:
     """`momentum_exponents` of a whole momentum."""
     rows, columns = matrix_shape(tuple(m.shape))
-    sums = square_sums(m)
+    sums = yield from square_sums.together(m)
     means = float(sums.rows.sum()) / (rows * columns), sums.rows / columns, sums.columns / rows
     return momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), step)
 

@@ -22,6 +22,7 @@ from shrinkpoint.quantize.statistics import (
     float_bits,
     log2_units,
     second_moment_sums,
+    value_sums,
 )
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.tensors.dtypes import as_native_float
@@ -40,6 +41,7 @@ FIRST_KINDS = (
 MIN_RESTING_SHARE = 0.75
 """The least share of unchanged values of a moment that keeps its dither: changed ones then take about three times the
 bits."""
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 _SAMPLE_VALUES = 256
 _SPREAD_STEP = 3.0  # octaves of a code of what is left of a second moment
 BITS_PER_EXPONENT = 4.0
@@ -70,6 +72,12 @@ class MomentStatistics:
                 self._pairs[info.moment2] = info.moment1
         self._seconds = {first: second for second, first in self._pairs.items()}
         self._sums: dict[tuple[str, bool], SecondMomentSums] = {}
+        self._unpaired = {
+            name
+            for name, kind in state.moment_kinds.items()
+            if kind in FIRST_KINDS and name not in self._seconds and state.tensors[name].dtype in MOMENT_DTYPES
+        }
+        self._finite: dict[str, bool] = {}
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Rows and columns of the matrix that a moment is seen as."""
@@ -110,7 +118,13 @@ class MomentStatistics:
         second = name if name in self._pairs else self._seconds.get(name)
         if second is not None and self.sums(second).is_finite:  # both moments are
             return True
-        return math.isfinite(max_abs(self._tensors[name]))
+        if name not in self._unpaired:
+            return math.isfinite(max_abs(self._tensors[name]))
+        if not self._finite:  # what is asked of one of them is asked of all soon
+            moments = {key: self._tensors[key] for key in self._unpaired}
+            sums = map_tensors(lambda key, threads: value_sums.together(moments[key], threads), moments)
+            self._finite = {key: math.isfinite(found.max_magnitude) for key, found in sums.items()}
+        return self._finite[name]
 
     def moment_matrix(self, name: str | None, like: Tensor) -> Tensor | None:
         """A moment as a matrix, float32 or bfloat16; None if there is none of the shape of `like`, or not finite."""

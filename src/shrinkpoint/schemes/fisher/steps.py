@@ -24,7 +24,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample, tensor_rows
-from shrinkpoint.device.reads import Reads
+from shrinkpoint.device.reads import Reads, copy_together
 from shrinkpoint.errors import warn_user
 from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
@@ -314,13 +314,15 @@ class StepCandidates:
 
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
-        total = 0.0
+        sums = dict[str, Tensor]()
         lattices = {n: x for n, x in self._lattices_at(log_step).items() if n in self._global.tensors.primary}
         sides = [side for lattice in lattices.values() for side in (lattice.rows, lattice.columns)]
         squared = torch.exp2(torch.cat(sides).double() / 4).split([len(side) for side in sides]) if sides else ()
         for index, name in enumerate(lattices):
             rows, columns = (side.to(self.weights[name].device) for side in squared[2 * index : 2 * index + 2])
-            total += self.curvatures[name].weighted_sum(rows, columns) / 24
+            if (part := self.curvatures[name].weighted_sum(rows, columns)) is not None:
+                sums[name] = part
+        total = math.fsum(float(part) / 24 for part in copy_together(sums).values())
         return self._global.tensors.collectives.sum_over_ranks(total)[0]
 
     def quantize(
