@@ -30,7 +30,7 @@ from shrinkpoint.quantize.statistics import second_moment_sums, value_sums
 from shrinkpoint.schemes import QuantizationPlan
 from shrinkpoint.tensors.flat_state import flatten
 
-SHAPES = [(1,), (1, 1), (3000,), (1, 70), (70, 5), (5, 1030), (3, 2, 3, 3), (1, 0), (260, 17)]
+SHAPES = [(1,), (1, 1), (3000,), (1, 70), (70, 5), (3, 1030), (3, 2, 3, 3), (1, 0), (260, 17)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAMETERS = 4
 """Of the states of `trained`."""
@@ -94,7 +94,7 @@ def weights_of(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
 def check_weights(shape: tuple[int, ...], dtype: torch.dtype, place: Place, there: There) -> None:
     """Weights, with and without what they may have beside them."""
     slopes, squares = as_matrix(finite(shape, 1)) * 2.0**-100, as_matrix(finite(shape, 2) * 2.0**-100).abs().bfloat16()
-    for weight, (seed, at, hysteresis) in product(weights_of(shape, dtype), CASES):
+    for index, (weight, (seed, at, hysteresis)) in enumerate(product(weights_of(shape, dtype), CASES)):
         lattice = lattice_of("linear", shape, at, seed=seed)
         lattice = lattice if at else replace(lattice, rows=lattice.rows * 0)
         previous = torch.zeros(shape, dtype=torch.int16) if at else torch.ones(shape, dtype=torch.int8)
@@ -105,16 +105,17 @@ def check_weights(shape: tuple[int, ...], dtype: torch.dtype, place: Place, ther
             summed = quantize_with_errors(weight, lattice, ErrorWeights(slopes, squares), **gained)
         with there():
             weights = ErrorWeights(place(slopes), place(squares))
-            same_points(quantize_to_lattice(place(weight), lattice, **beside), plain)
+            if index % 3 == 0:
+                same_points(quantize_to_lattice(place(weight), lattice, **beside), plain)
             found = quantize_with_errors(place(weight), lattice, weights, **gained)
         same_points(found and found[0], summed and summed[0])
         if found and summed:
-            for other in DTYPES:
-                with kernels_on():
-                    expected = summed[0].dequantize(other)
-                with there():
-                    values = found[0].dequantize(other)
-                assert bits(held(values)) == bits(expected)
+            other = DTYPES[index // 3 % 3]
+            with kernels_on():
+                expected = summed[0].dequantize(other)
+            with there():
+                values = found[0].dequantize(other)
+            assert bits(held(values)) == bits(expected)
             assert found[1] == pytest.approx(summed[1], rel=1e-9, abs=1e-30)
 
 
@@ -132,7 +133,7 @@ def check_moments(shape: tuple[int, ...], dtype: torch.dtype, place: Place, ther
         assert all(map(torch.equal, (*found.logs, *found.counts), (*sums.logs, *sums.counts)))
         for side in range(2):
             near(found.values[side], sums.values[side])
-        for step, at in ((40, -60), (4, 900)):
+        for step, at in ((40, -60), (4, 900))[: 1 if first is None else 2]:
             lattice = lattice_of("log", shape, at, step=step)
             parent = quantize_second_moment(v * 3, m, lattice_of("log", shape, 3 - at // 2, step=8), PowerZones(0.5))[0]
             for zones, before in ((PowerZones(0.6), None), (PowerZones(0.5, 0.5, 0.8), parent)):
