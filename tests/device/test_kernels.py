@@ -1,4 +1,4 @@
-"""Kernels of the wire: the bits of native code, few launches, and torch operations where a kernel fails."""
+"""Kernels: the bits of native code, few launches, and torch operations where a kernel fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from helpers.paths import REPOSITORY
 from helpers.strategies import bits
 
 import shrinkpoint.device
+from shrinkpoint.codec.lattice import Lattice
 from shrinkpoint.device import kernels_for, rows, run_kernels
+from shrinkpoint.quantize.lattice import quantize_to_lattice
 
 HERE = Path(__file__).parent
 MIN_TRITON = "3.7"
@@ -101,6 +103,14 @@ def test_a_kernel_that_fails_costs_one_warning_and_no_bit(broken: None, spec: st
     assert kernels_for(values.device) is None
     assert bits(wire) == bits(compressor.encode(values))  # warnings are errors: there is no second one
     assert compressor.decode(wire, torch.empty(300)).isfinite().all()
+
+
+def test_points_do_not_change_where_a_kernel_fails(broken: None) -> None:
+    values, side = torch.randn(300), torch.zeros(1, dtype=torch.int16)
+    with pytest.warns(RuntimeWarning, match="Triton kernel failed"):
+        found = quantize_to_lattice(values, Lattice("linear", side, side, seed=7))
+    expected = quantize_to_lattice(values, Lattice("linear", side, side, seed=7))  # kernels are not tried again
+    assert found is not None and expected is not None and found.has_equal_codes(expected)
 
 
 def test_running_out_of_memory_is_not_a_failure_of_a_kernel(broken: None) -> None:

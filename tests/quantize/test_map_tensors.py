@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.stand_in_device import DeviceTensor, StandInDevice
 
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import MIN_BATCH_NUMEL, map_tensors
+from shrinkpoint.device.reads import Reads
 
 SIZES = [3, 1, 2 * MIN_BATCH_NUMEL, 0, 5, 2 * MIN_BATCH_NUMEL + 1, 2]
 
@@ -46,6 +48,21 @@ def test_tensors_of_another_device_stay_in_the_callers_thread(threads):
     tensors = tensors_of(SIZES) | {"meta": torch.empty(4, device="meta")}
     places = map_tensors(lambda name, _: threading.get_ident(), tensors)
     assert {*places.values()} == {threading.get_ident()}
+
+
+def test_what_tensors_on_a_device_are_asked_for_is_read_at_once(threads):
+    def last_but_first(name: str, _: int) -> Reads[tuple[float, float]]:
+        first = yield tensors[name][:1].to(torch.float64)
+        last = yield tensors[name][-1:].to(torch.float64)
+        return float(first), float(last)
+
+    values = {f"t{i}": torch.arange(i, 2 * i) for i in range(2, 9)}
+    with StandInDevice() as device:
+        tensors = {name: DeviceTensor(x) for name, x in values.items()}
+        found = map_tensors(last_but_first, tensors)
+    assert found == {name: (float(x[0]), float(x[-1])) for name, x in values.items()} and len(device.waits) == 2
+    tensors = values  # type: ignore[assignment]
+    assert map_tensors(last_but_first, values) == found
 
 
 def test_files_of_fisher_do_not_depend_on_the_number_of_threads(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.kernel_bits import kernels_on
 from helpers.lattice_devices import DTYPES, SHAPES, check_moments, check_plans, check_sums, check_weights, sgd
 from helpers.parameters import each_value
 from helpers.stand_in_device import DeviceTensor, StandInDevice
@@ -26,10 +27,8 @@ def test_torch_operations_give_the_sums_and_plans_of_native_code():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_kernels_on_a_gpu_choose_the_points_of_native_code():
-    def there():
-        return torch.cuda.device(0)
-
+@pytest.mark.parametrize("there", [lambda: kernels_on("cuda"), kernels_on], ids=["kernels", "torch"])
+def test_a_gpu_chooses_the_points_of_native_code(there):
     for shape, dtype in each_value(SHAPES, DTYPES):
         check_weights(shape, dtype, torch.Tensor.cuda, there)
         if dtype != torch.float16:

@@ -248,7 +248,7 @@ class LatticeTensor:
             dtype: of the result.
             second_moments: the tensor named by `relative_to`, of the same shape.
         """
-        excess = float(np.float32(self.gain) - np.float32(1))
+        excess = 0.0 if self.gain == 1 else float(np.float32(self.gain) - np.float32(1))
         if self.lattice.spacing == "linear" and self.codes.numel() and dtype in _DECODED_DTYPES:
             arguments = self.codes, self.lattice, dtype, self.origin if excess else None, excess
             decoded: Tensor | None = run_kernels(self.codes.device, operator.methodcaller("decode_points", *arguments))

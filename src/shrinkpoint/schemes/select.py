@@ -321,9 +321,8 @@ def unchanged_tensors(
     unchanged: dict[str, QuantizedTensor] = {}
     origins = {name: None if reference is None else reference.quantized.get(name) for name in names}
     shared = set[str]() if reference is None else reference.shared_names(state.infos[name] for name in names)
-    heads = copy_together(
-        {name: x[_head_rows(x)] for name in shared if not (x := as_matrix(state.tensors[name].detach())).is_cpu}
-    )
+    away = {name: state.tensors[name] for name in shared if not state.tensors[name].is_cpu}
+    heads = copy_together({name: (x := as_matrix(tensor))[_head_rows(x)] for name, tensor in away.items()})
     # Those that others are relative to come first: where one has changed, the others cannot be written again.
     for name, origin in sorted(origins.items(), key=lambda item: _relative_to(item[1]) != ""):
         tensor = state.tensors[name]

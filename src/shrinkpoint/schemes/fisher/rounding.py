@@ -123,7 +123,10 @@ def quantize_weight(
         gain=1.0 if previous is None else gain,
         threads=threads,
     )
-    return None if result is None or points_in_range(result[0], weight.dtype) is None else result
+    if result is not None and weight.dtype == torch.float16:
+        are_finite = yield result[0].dequantize(weight.dtype).isfinite().all().to(torch.float64)
+        return result if are_finite else None
+    return result
 
 
 def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> LatticeTensor | None:
