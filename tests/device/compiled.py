@@ -94,8 +94,9 @@ def compile_lattices(rows: int, columns: int) -> None:
     m = torch.zeros(rows, columns)
     v, codes = m.bfloat16(), m.to(torch.int8)
     kernels.sum_values(m)
+    kernels.sum_moments(v, m, (1, rows * columns), False, False)
     for first, parent in ((m, (codes, powers)), (None, None)):
-        kernels.sum_moments(v, first, (rows, columns), first is None)
+        kernels.sum_moments(v, first, (rows, columns), first is None, True)
         kernels.quantize_powers(v, first, powers, (0.5, 0.5, 0.8), parent)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kernels.decode_points(codes, linear, dtype, codes, 0.25)

@@ -285,7 +285,7 @@ def test_fisher_takes_six_launches_for_each_parameter_and_ten_waits_for_all(monk
             yield
 
     check_plans(4, DeviceTensor, there)
-    for device in devices[1:]:  # the first save chooses the matrices of kernels
+    for device in devices[1:]:  # the first save chooses the matrices of kernels; a vector takes five
         kernels = [name for name in device.launches if name.startswith("_")]
-        assert len(kernels) == 6 * PARAMETERS and len(device.waits) <= 10, device.launches
+        assert len(kernels) == 6 * PARAMETERS - 1 and len(device.waits) <= 10, device.launches
         assert len(device.launches) - len(kernels) == len(device.waits)  # what is read at once is joined

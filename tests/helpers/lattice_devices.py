@@ -133,6 +133,12 @@ def check_moments(shape: tuple[int, ...], dtype: torch.dtype, place: Place, ther
         assert all(map(torch.equal, (*found.logs, *found.counts), (*sums.logs, *sums.counts)))
         for side in range(2):
             near(found.values[side], sums.values[side])
+        with there():  # a vector alone has no sums by column
+            totals = second_moment_sums(
+                place(v.view(-1)), None if first is None else place(first.view(-1)), by_column=False
+            )
+        assert not totals.logs.columns.numel() and totals.logs.rows.tolist() == [float(sums.logs.rows.sum())]
+        near(totals.values.rows, sums.values.rows.sum().view(1))
         for step, at in ((40, -60), (4, 900))[: 1 if first is None else 2]:
             lattice = lattice_of("log", shape, at, step=step)
             parent = quantize_second_moment(v * 3, m, lattice_of("log", shape, 3 - at // 2, step=8), PowerZones(0.5))[0]

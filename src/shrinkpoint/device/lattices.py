@@ -275,13 +275,14 @@ def _sum_moments(
     segments,
     blocks,
     SQUARED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Store parts of the sums of logarithms, counts and values of second moments: of rows, then of columns.
 
-    With SQUARED, second moments are the squares of the values.
+    Columns have none without BY_COLUMN. With SQUARED, second moments are the squares of the values.
 
     Program (column segments of row blocks, 0). A flag has bit 0 if a value is not finite, bit 1 if one is below zero.
     """
@@ -311,11 +312,12 @@ def _sum_moments(
         logs += tl.sum(log, axis=0)
         counts += tl.sum(present, axis=0)
         sums += tl.sum(exact, axis=0)
-    column = segment * WIDTH + tl.arange(0, WIDTH)
-    there, inside = parts + 3 * by_row + block * columns + column, column < columns
-    tl.store(there, logs.to(tl.float64), mask=inside)
-    tl.store(there + by_column, counts.to(tl.float64), mask=inside)
-    tl.store(there + 2 * by_column, sums, mask=inside)
+    if BY_COLUMN:
+        column = segment * WIDTH + tl.arange(0, WIDTH)
+        there, inside = parts + 3 * by_row + block * columns + column, column < columns
+        tl.store(there, logs.to(tl.float64), mask=inside)
+        tl.store(there + by_column, counts.to(tl.float64), mask=inside)
+        tl.store(there + 2 * by_column, sums, mask=inside)
     infinite, negative = tl.max(flag & 1, axis=0), tl.max(flag & 2, axis=0)
     tl.store(flags + program, (infinite | negative).to(tl.float64))
 
@@ -457,25 +459,31 @@ def quantize_powers(
     return codes, parts
 
 
-def sum_moments(v: Tensor, m: Tensor | None, shape: tuple[int, int], squared: bool) -> Tensor:
+def sum_moments(v: Tensor, m: Tensor | None, shape: tuple[int, int], squared: bool, by_column: bool) -> Tensor:
     """Sum second moments by row and by column of a matrix of this shape, which has values.
 
     Args:
         squared: the second moments are the squares of `v`.
+        by_column: False for one row alone.
 
     Returns:
         float64: sums of logarithms, counts and values by row; the same by column; then flags: bit 0 is set in one if
-        some value is not finite, bit 1 if some second moment is below zero.
+        some value is not finite, bit 1 if some second moment is below zero. Without columns, shape (4, segments): parts
+        of these three sums, and flags.
     """
     device, (rows, columns) = v.device, shape
     tall, wide, segments = _tiling(rows, columns)
     steps = max(1, min(_SUMMED_ROWS, triton.next_power_of_2(rows)) // tall)
     blocks = -(-rows // (tall * steps))
-    parts = torch.empty(3 * (segments * rows + blocks * columns), dtype=torch.float64, device=device)
-    out = torch.empty(3 * (rows + columns) + segments * blocks, dtype=torch.float64, device=device)
-    arguments = _flat(v, device), _flat(m, device), parts, out[3 * (rows + columns) :], rows, columns, segments, blocks
-    options = {"SQUARED": squared, "ROWS": tall, "WIDTH": wide, "STEPS": steps}
+    size = 3 * (rows + columns) if by_column else 3 * segments
+    out = torch.empty(size + segments * blocks, dtype=torch.float64, device=device)
+    part_count = 3 * (segments * rows + blocks * columns)
+    parts = torch.empty(part_count, dtype=torch.float64, device=device) if by_column else out
+    arguments = _flat(v, device), _flat(m, device), parts, out[size:], rows, columns, segments, blocks
+    options = {"SQUARED": squared, "BY_COLUMN": by_column, "ROWS": tall, "WIDTH": wide, "STEPS": steps}
     launch(_sum_moments, (segments * blocks, 1), device, *arguments, **options)
+    if not by_column:
+        return out.view(4, segments)
     block = min(256, triton.next_power_of_2(max(rows, columns)))
     grid = -(-max(rows, columns) // block), 6
     launch(_merge_sums, grid, device, parts, out, rows, columns, segments, blocks, BLOCK=block)

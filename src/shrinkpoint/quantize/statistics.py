@@ -343,12 +343,15 @@ def second_moment_sums(
         threads: native threads; None: as many as torch uses.
     """
     rows, columns = shape = matrix_shape(tuple(v.shape))
-    sum_moments = methodcaller("sum_moments", v, m, shape, squared)
+    has_columns = by_column or rows > 1
+    sum_moments = methodcaller("sum_moments", v, m, shape, squared, has_columns)
     if v.numel() and (found := run_kernels(v.device, sum_moments)) is not None:
         table = yield found
-        *by_row, rest = table.split_with_sizes([*3 * [rows], table.numel() - 3 * rows])
-        *all_columns, flags = rest.split_with_sizes([*3 * [columns], rest.numel() - 3 * columns])
-        pairs = zip(by_row, all_columns, strict=True)
+        if not has_columns:
+            table = torch.cat([table[:3].sum(1), table[3]])
+        sizes = 3 * [rows] + 3 * [columns if has_columns else 0]
+        *sums, flags = table.split_with_sizes([*sizes, table.numel() - sum(sizes)])
+        pairs = zip(sums[:3], sums[3:], strict=True)
         logs, counts, values = (MatrixSums(row, column if by_column else column[:0]) for row, column in pairs)
         flags = flags.to(torch.int32)
         return SecondMomentSums(not bool((flags & 1).any()), bool((flags & 2).any()), logs, counts, values)
