@@ -1,4 +1,4 @@
-"""Triton kernels for tensors on a CUDA or ROCm device: the bits of native code, in one to three launches.
+"""Triton kernels for tensors on a CUDA or ROCm device: the bits of native code, in few launches.
 
 `run_kernels` is the only entrance. It imports Triton when a tensor of such a device is handed over, and not before.
 Builds of torch for CUDA and ROCm bring Triton along. Without Triton, with `SHRINKPOINT_TRITON=0`, or after a kernel

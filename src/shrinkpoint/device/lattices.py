@@ -24,11 +24,8 @@ MAX_CODE = tl.constexpr((1 << 15) - 2)
 """The largest code: `codec.lattice.MAX_LATTICE_CODE`."""
 ZERO_CODE = tl.constexpr(-127)
 """The code of a second moment that is zero."""
-NARROW, WIDE, OUT_OF_REACH = 1, 2, 3
-"""What codes of values need: one byte, two, or more than there are."""
-_TILE = 4096
-_WIDTH = 1024
-_SUMMED_ROWS = 256
+_TILE, _WIDTH = 4096, 1024  # the most values and columns of a tile
+_SUMMED_ROWS = 256  # of a program that sums, about
 _SMALLEST_BITS = tl.constexpr((127 - 120) << 23)
 _INFINITY_BITS, _MAGNITUDE_MASK = tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
@@ -385,8 +382,8 @@ def quantize_points(
             summed.
 
     Returns:
-        The codes, 1-d; and float64 of shape (programs, 4): what codes need, and sums of errors as
-        `quantize.lattice.ErrorSums` has them.
+        The codes, 1-d; and float64 of shape (programs, 4): the bytes that codes need, 3 if they do not reach;
+        and the sums of `quantize.lattice.ErrorSums`.
     """
     device, (rows, columns) = values.device, lattice.matrix_shape(tuple(values.shape))
     tall, wide, segments = _tiling(rows, columns)
