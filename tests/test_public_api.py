@@ -187,6 +187,22 @@ def test_a_file_is_not_saved_over_what_its_base_needs(chain, tmp_path):
     assert [path.read_bytes() for path in chain] == before
 
 
+def test_a_save_over_a_link_writes_the_file_that_the_link_names(tmp_path):
+    """As `torch.save` does, and readers of that file see the new state; who may read it stays."""
+    (tmp_path / "disk").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    sp.save(state(0), tmp_path / "a")
+    (tmp_path / "disk" / "a").chmod(0o600)
+    sp.save(state(1), tmp_path / "a")
+    sp.save(state(2), tmp_path / "b", base=tmp_path / "a")
+    assert (tmp_path / "disk" / "a").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "a").unlink()  # the base is found beside the file that the link names
+    for place in (tmp_path, tmp_path / "disk"):
+        assert difference(sp.load(place / "b"), state(2)) is None
+    assert (tmp_path / "b").is_symlink() and not (tmp_path / "disk" / "b").is_symlink()
+
+
 def test_a_chain_that_names_itself_ends_in_an_error(tmp_path):
     for parent in ("a", "b"):
         forge(tmp_path / "a", {"name": parent, "digest": "0" * 32})

@@ -29,6 +29,13 @@ def test_safetensors_holds_every_tensor_under_its_name(run, store, tmp_path, sta
     assert torch.equal(tensors["extra/order"], torch.arange(7))
 
 
+def test_a_link_leads_to_what_is_exported(run, store, tmp_path, state_at):
+    link, target = tmp_path / "link.safetensors", tmp_path / "target"
+    link.symlink_to(target)
+    assert run("export", store, link).code == 0
+    assert link.is_symlink() and torch.equal(load_file(target)["model/weight"], state_at(40)["model"]["weight"])
+
+
 def test_a_torch_file_holds_the_whole_state_and_opens_with_weights_only(run, store, tmp_path, state_at):
     out = tmp_path / "all.pt"
     done = run("export", store, out, "--step", 30)

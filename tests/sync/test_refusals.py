@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import threading
 import tracemalloc
 from pathlib import Path
@@ -18,6 +19,7 @@ from shrinkpoint.errors import (
     ChainError,
     CorruptError,
     FormatError,
+    LockedError,
     MismatchError,
     PolicyError,
     ShrinkpointError,
@@ -321,6 +323,36 @@ def test_a_place_that_was_begun_again_is_followed(tmp_path: Path):
         for path in tmp_path.iterdir():
             path.unlink()
     assert subscriber.update(live) is None
+
+
+@pytest.mark.parametrize("gone", ["*", KEY, "version-000000000000.*"])
+def test_a_publisher_whose_files_were_deleted_goes_on_with_a_keyframe(tmp_path: Path, gone: str):
+    state = weights()
+    live = zeros_like(state)
+    subscriber = Subscriber(tmp_path)
+    with Publisher(tmp_path) as publisher:
+        for seed in range(4):
+            state = stepped(state, seed)
+            report = publisher.publish(state)
+            assert (report.keyframe_bytes is None) == (seed in (1, 3))
+            assert_same(live if subscriber.update(live) else {}, state)
+            if seed == 1:
+                for path in tmp_path.glob(gone):
+                    path.unlink()
+        Subscriber(tmp_path).update(joined := zeros_like(state))
+    assert_same(joined, state)
+
+
+def test_a_publisher_whose_place_another_one_has_taken_publishes_nothing_more(tmp_path: Path):
+    place, state = tmp_path / "weights", weights()
+    with Publisher(place) as publisher:
+        publisher.publish(state)
+        shutil.rmtree(place)
+        with Publisher(place) as other:
+            other.publish(state)
+            with pytest.raises(LockedError):
+                publisher.publish(state)
+        assert publisher.publish(state).keyframe_bytes is not None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta, timezone
+from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum, IntEnum, IntFlag
 from fnmatch import fnmatch
 from io import BytesIO
@@ -71,6 +71,7 @@ LEAVES = st.one_of(
     st.sampled_from([torch.float16, torch.int8, torch.device("cuda", 1), slice(1, None), range(2, 9, 3)]),
     st.timedeltas(),
     st.datetimes(timezones=st.sampled_from([None, timezone.utc, timezone(timedelta(hours=-3))])),
+    st.sampled_from([datetime(2026, 10, 25, 2, 30, fold=1), time(2, 30, fold=1)]),
     st.dates(),
     st.times(),
     st.complex_numbers(allow_nan=False),
@@ -99,12 +100,16 @@ def there_and_back(value: Any) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """With the types of containers, which == passes over."""
+    """With the types of containers and the `fold` of times, which == passes over."""
     if isinstance(value, dict):
         return type(value), [(key, typed(item)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque):
         return type(value), getattr(value, "maxlen", 0), [typed(item) for item in value]
-    return (type(value), typed(vars(value))) if isinstance(value, Namespace) else (type(value), value)
+    return (
+        (type(value), typed(vars(value)))
+        if isinstance(value, Namespace)
+        else (type(value), value, getattr(value, "fold", 0))
+    )
 
 
 @given(NESTS)
@@ -249,6 +254,7 @@ def test_a_forged_form_is_an_error_of_ours():
         ["dtype", 5],
         ["slice", []],
         ["datetime", "yesterday"],
+        ["datetime", ["2026-01-01T00:00:00", 2]],
         ["deque:1", [1, 2]],
         ["deque:x", []],
         ["deque:99999999999999999999", []],

@@ -20,6 +20,7 @@ from shrinkpoint.storage.paths import (
     is_url,
     local_path,
     natural_key,
+    through_link,
     what_is_at,
 )
 from shrinkpoint.storage.resolve import (
@@ -55,5 +56,6 @@ __all__ = [
     "resolve_storage",
     "split_object_url",
     "storage_error",
+    "through_link",
     "what_is_at",
 ]

@@ -23,7 +23,7 @@ from typing import TypeVar
 from shrinkpoint._native import Hasher, empty, xxh3_128
 from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
-from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
+from shrinkpoint.storage.paths import is_regular, local_path, open_regular, through_link, what_is_at
 
 E = TypeVar("E", bound=ShrinkpointError)
 LOCK = RESERVED + "lock"
@@ -196,6 +196,7 @@ class LocalStorage:
                 yield sink
                 sink.sync()
                 with os_errors(where, "renaming into place"):
+                    _keep_mode(path, temporary)
                     temporary.replace(path)
                     _fsync_dir(path.parent)
             finally:
@@ -400,17 +401,20 @@ class LocalStorage:
 def atomic_replace(target: Path) -> Iterator[Path]:
     """Yields a free name beside `target`; the file or directory written there replaces `target` if the block ends well.
 
-    It is flushed to the disk first; if anything fails, `target` stays what it was. Missing directories are made.
+    Of a symbolic link, it replaces the file that the link names. It is flushed to the disk first; if anything fails,
+    `target` stays what it was. Missing directories are made.
 
     Raises:
         StorageError: the system refused something, in the block too; it names `target`.
     """
+    target = target if target.is_dir() else through_link(target)
     temporary, old = (target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}") for suffix in ("tmp", "old"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):  # a file has nothing below it
             _fsync(path)
+        _keep_mode(target, temporary)
         if target.is_dir() and temporary.is_dir():
             target.rename(old)
         temporary.replace(target)
@@ -429,6 +433,12 @@ def atomic_replace(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):
             temporary.unlink()
+
+
+def _keep_mode(old: Path, new: Path) -> None:
+    """Let the same users read what is about to replace a file or a directory."""
+    with suppress(OSError):  # there is none, or the file system has no modes
+        new.chmod(old.stat().st_mode & 0o777)
 
 
 def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = None) -> None:

@@ -58,6 +58,11 @@ def what_is_at(path: Path) -> str:
     return "no such file"
 
 
+def through_link(path: Path) -> Path:
+    """The file that is written where a path is a symbolic link, which stays; the path itself if it is none."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path  # noqa: PTH114 (no name is an error)
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")
 """The beginning of URLs, also after pathlib has removed one of the slashes, and of chained fsspec URLs; a drive has
 one letter."""

@@ -21,6 +21,7 @@ from shrinkpoint.storage import (
     is_url,
     local_path,
     split_object_url,
+    through_link,
 )
 
 
@@ -70,12 +71,14 @@ class FilePlace:
         """
         if is_url(name):
             return []
-        directory = os.fspath(self.path.parent) if self.path is not None else posixpath.dirname(self.key)
+        directories = [posixpath.dirname(self.key)]
+        if self.path is not None:
+            directories = [os.fspath(path.parent) for path in (self.path, through_link(self.path))]
         # Of the file, or `bases` of a later step with a link to it.
         names = (
-            os.path.join(directory, name),  # noqa: PTH118
-            os.path.join(directory, Path(name).name),  # noqa: PTH118
-            os.path.join(os.path.dirname(directory), name),  # noqa: PTH118, PTH120
+            os.path.join(head, tail)  # noqa: PTH118
+            for directory in directories
+            for head, tail in ((directory, name), (directory, Path(name).name), (os.path.dirname(directory), name))  # noqa: PTH120
         )
         places = []
         for path in dict.fromkeys(names):

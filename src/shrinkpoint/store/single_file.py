@@ -16,6 +16,7 @@ from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.storage import through_link
 from shrinkpoint.store.chain import file_chain, read_header
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import decode_chain
@@ -62,6 +63,7 @@ def save(
     threads: int | None = None,
 ) -> SaveReport:
     """Save a state in one file; when this returns, it is durable. A file that was there is replaced, atomically.
+    Of a symbolic link, that is the file that it names.
 
     Args:
         state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed. Of a `Parameter`
@@ -81,6 +83,7 @@ def save(
     """
     scheme, threads = get_scheme(scheme), validate.check_threads(threads)
     target = place_file(path)
+    target = target if target.path is None else place_file(through_link(target.path))
     flat_state = flatten(state)
     reference = parent = None
     if base is not None:

@@ -186,6 +186,7 @@ class Publisher:
         """
         began = time.perf_counter()
         state = self._capture(model, version, keyframe)
+        self._begin_anew_if_lost()
         number, self._spare, last = self._next if version is None else version, {}, self._published
         is_base = self._reference is not None and (not self._ranks.is_sharded or state.tree == self._tree)
         nbytes, has_base = zip(*self._ranks.gather(lambda: (state.nbytes, is_base)), strict=True)
@@ -237,6 +238,23 @@ class Publisher:
             validate.check_int("version", version, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
         validate.check_bool("keyframe", keyframe)
         return version, keyframe, str(self._dtype), self._keyframe_every, self._keep
+
+    def _begin_anew_if_lost(self) -> None:
+        """Begin another series where somebody has deleted or replaced what is published: a delta would need it."""
+        if self._published is None or not self._ranks.from_first(self._is_lost):
+            return
+        _log.warning("%s: what was published is gone, so the next version is a keyframe", self._storage.describe())
+        self._stack.close()  # the lock may be gone, too, and another process may have taken its place
+        self._ranks.from_first(lambda: self._stack.enter_context(self._storage.lock()))
+        self._published = self._reference = None
+
+    def _is_lost(self) -> bool:
+        assert self._published is not None
+        try:
+            is_same = self._storage.get(KEY) == self._published.to_bytes()
+        except NotFoundError:
+            return True
+        return not (is_same and {key for file in self._published.files for key in file.keys} <= {*self._storage.list()})
 
     def _describe(self, model: AnyModel) -> tuple[dict[str, LocalTensor], list[Row]]:
         local = local_tensors(model, is_sharded=True)

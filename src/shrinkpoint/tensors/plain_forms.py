@@ -52,9 +52,9 @@ _FORMS: dict[str, _Form] = {
     "timedelta": _Form(
         timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda x: timedelta(*x)
     ),
-    "datetime": _Form(datetime, datetime.isoformat, datetime.fromisoformat),
+    "datetime": _Form(datetime, lambda value: _to_iso(value), lambda plain: _from_iso(datetime, plain)),
     "date": _Form(date, date.isoformat, date.fromisoformat),
-    "time": _Form(time, time.isoformat, time.fromisoformat),
+    "time": _Form(time, lambda value: _to_iso(value), lambda plain: _from_iso(time, plain)),
     "set": _Form(set, list, lambda items: _unique(set, items)),
     "frozenset": _Form(frozenset, list, lambda items: _unique(frozenset, items)),
     "complex": _Form(complex, lambda value: [value.real, value.imag], lambda parts: complex(*map(_as_float, parts))),
@@ -221,6 +221,15 @@ def _find_member(path: list[str]) -> Enum | None:
 def _find_dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(_expect(str, name))
     return _expect(torch.dtype, dtype)  # type: ignore[no-any-return]
+
+
+def _to_iso(value: datetime | time) -> Any:
+    return [value.isoformat(), value.fold] if value.fold else value.isoformat()
+
+
+def _from_iso(kind: type[datetime] | type[time], plain: Any) -> datetime | time:
+    text, fold = _typed(plain, (str, int)) if type(plain) is list else (plain, 0)
+    return kind.fromisoformat(text).replace(fold=fold)
 
 
 def _unique(kind: type, items: Any) -> Any:
