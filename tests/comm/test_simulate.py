@@ -104,6 +104,15 @@ def test_without_compressors_or_switched_off_it_is_the_plain_model():
         assert all(ledger.messages == 0 for ledger in points.link_stats().values())
 
 
+def test_second_derivatives_are_an_error():
+    """A link has none: a gradient penalty would lose its part of every parameter before the point."""
+    net, x = model(), batch(0).requires_grad_()
+    insert_compression(net, after=["c"], forward="exact", backward="exact")
+    [gradient] = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_removed_points_are_gone():
     net = model()
     points = insert_compression(net, after=["a"], forward="q1")

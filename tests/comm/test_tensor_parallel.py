@@ -161,6 +161,17 @@ TWO = """
                 found.append(bits(model))
             reports[f"again {spec}"] = found
 
+        # compiled; and a gradient of a gradient
+        model, handle = built(mesh, whole_plan(), "q4:64")
+        model.inner = torch.compile(model.inner, backend="aot_eager")
+        reports["compiled"] = [trained(model), [one.messages for one in handle.link_stats.values()]]
+        x = torch.ones(2, 32, requires_grad=True)
+        [gradient] = torch.autograd.grad(built(mesh, whole_plan(), "q4:64")[0].inner(x).sum(), x, create_graph=True)
+        try:
+            gradient.sum().backward()
+        except RuntimeError as error:
+            reports["twice"] = str(error)
+
         # bfloat16, other shapes, and no gradient of the input
         model = built(mesh, whole_plan(), "q8:64", lambda: Model().bfloat16())[0]
         trained(model)
@@ -247,6 +258,19 @@ def test_evaluation_is_compressed_unless_inference_is_off(reports):
 @pytest.mark.parametrize("spec", ["q4:64:dither", "h64(q4:64)", "rand50"])
 def test_an_activation_that_is_computed_again_has_the_same_bits(reports, spec):
     assert len({one for report in reports for one in report[f"again {spec}"]}) == 1
+
+
+def test_a_compiled_module_sends_what_it_sends_otherwise(reports):
+    loss, messages = reports[0]["compiled"]
+    stats = reports[0]["whole"]["stats"]
+    assert loss == pytest.approx(reports[0]["whole"]["coded"][0], rel=1e-4)
+    assert messages == [stats["forward"]["messages"], stats["backward"]["messages"]]
+
+
+def test_second_derivatives_are_an_error_on_every_rank(reports):
+    """torch leaves them out of gradients without a word."""
+    for report in reports:
+        assert "once_differentiable" in report["twice"]
 
 
 def test_tensors_of_any_shape_and_dtype(reports):

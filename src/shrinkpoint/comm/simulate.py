@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint import validate
@@ -254,6 +255,7 @@ class _CompressFunction(torch.autograd.Function):
         return received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         link: _LoopbackLink | None = ctx.hook.backward
         return gradients[0] if link is None else link.cross(gradients[0], ctx.context), None, None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -255,6 +256,7 @@ class _Redistribute(torch.autograd.Function):
         return _from_local(_local(changed), changed.device_mesh, target, changed)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
             return None, None, None, None
@@ -263,10 +265,11 @@ class _Redistribute(torch.autograd.Function):
         return ctx.exchange(gradient, target), None, None, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _redistribute(
     tensor: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, exchanges: _Exchanges
 ) -> DTensor:
-    """Return a tensor with the target placement on a mesh of one dimension.
+    """Return a tensor with the target placement on a mesh of one dimension; a compiler would trace torch's messages.
 
     Args:
         tensor: a DTensor, whose own placement counts, or this rank's part of one that is placed as `source`.
@@ -405,6 +408,7 @@ class _ModuleStyle(_CompressedStyle):
         return module
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _change(
     tensor: Any,
     mesh: DeviceMesh,
