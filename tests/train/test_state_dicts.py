@@ -258,6 +258,24 @@ def test_a_wider_dtype_holds_every_value(tmp_path: Path, found: torch.dtype, our
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_moments_have_the_strides_of_their_parameter(tmp_path: Path) -> None:
+    """As torch makes them: sums over a moment, as of its norm, depend on their order."""
+
+    def build() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), (ours, other) = build(), build()
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=model, optimizer=optimizer)
+        manager.restore(model=ours, optimizer=other)
+    [moment, restored] = (x.state[m.weight]["exp_avg"] for m, x in ((model, optimizer), (ours, other)))
+    assert restored.stride() == moment.stride() != moment.contiguous().stride()
+    assert torch.equal(restored, moment)
+
+
 def test_whole_numbers_are_no_fractions() -> None:
     assert can_represent(torch.int64, torch.int32) and can_represent(torch.complex128, torch.complex64)
     for wide, narrow in (

@@ -407,10 +407,12 @@ def _follows_parameter(
     return _is_torch_optimizer(unwrap_optimizer(optimizer)) if saved_dtype is None else value.dtype == saved_dtype
 
 
-def restore_slot_dtypes(
+def restore_slots(
     optimizer: Any, slots: Iterable[tuple[Tensor, Any]], saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES
 ) -> None:
     """Replace what torch has cast in the slots of an optimizer by the values that were saved.
+
+    Slots with the shape of their parameter get its strides, which no file has: so optimizers make them.
 
     Args:
         slots: parameters, each with what was saved for it.
@@ -422,6 +424,14 @@ def restore_slot_dtypes(
         if isinstance(live, dict):
             follows = partial(_follows_parameter, parameter=parameter, optimizer=inner, saved_dtypes=saved_dtypes)
             _as_saved(live, saved, follows)
+            live.update({name: _strided_as(parameter, value) for name, value in live.items()})
+
+
+def _strided_as(parameter: Tensor, value: Any) -> Any:
+    is_plain = type(value) is Tensor and type(parameter) in (Tensor, nn.Parameter) and value.shape == parameter.shape
+    if not is_plain or value.layout != torch.strided or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapping[int, torch.dtype]) -> None:
@@ -435,7 +445,7 @@ def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapp
 
     def after_load(*_: Any) -> None:
         calls.append(None)
-        restore_slot_dtypes(inner, iter_slot_states(inner, saved), saved_dtypes)
+        restore_slots(inner, iter_slot_states(inner, saved), saved_dtypes)
 
     handle = None
     if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):

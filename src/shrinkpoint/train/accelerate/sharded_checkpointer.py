@@ -38,7 +38,7 @@ from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
 from shrinkpoint.train.dcp.reader import StrictLoadPlanner
 from shrinkpoint.train.dcp.retention import ShardRetention
-from shrinkpoint.train.state_dicts import restore_slot_dtypes
+from shrinkpoint.train.state_dicts import restore_slots
 
 T = TypeVar("T")
 _CHAIN_NUMBERS = itertools.count()
@@ -148,7 +148,7 @@ class ShardedCheckpointer:
             set_optimizer_state_dict(model, optimizer.optimizer, saved)
             parameters, slots = dict(model.named_parameters()), saved.get("state", {})
             names = match_names(slots, parameters)
-            restore_slot_dtypes(optimizer, [(parameters[name], slots[key]) for name, key in names.items()])
+            restore_slots(optimizer, [(parameters[name], slots[key]) for name, key in names.items()])
         gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, auxiliary, where))
 
     def _read_auxiliary_state(self, directory: Path | ObjectUrl) -> dict[str, Any]:
