@@ -140,6 +140,24 @@ def test_base_that_the_store_only_has_as_a_link_is_copied(tmp_path):
     assert_same(source, target)
 
 
+@pytest.mark.parametrize("gone", [(1,), (1, 2), (2,)])
+def test_what_was_deleted_from_a_mirror_is_copied_again(tmp_path, gone):
+    source, target = LocalStorage(tmp_path / "store"), LocalStorage(tmp_path / "mirror")
+    mirror = Mirror(source, target)
+    with Store(source) as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+        catch_up(mirror)
+        store.save(3, state(3))
+        missing = mirror.missing()
+        for step in gone:
+            remove(target, step)
+        assert mirror.copy(missing[0])
+        for manifest in mirror.missing():
+            mirror.copy(manifest)
+    assert_same(source, target)
+
+
 def test_forgotten_checkpoints_are_hidden_and_go_when_nothing_needs_them(tmp_path):
     source, target = LocalStorage(tmp_path), CheckedStorage()
     mirror = Mirror(source, target)

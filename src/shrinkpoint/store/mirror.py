@@ -161,6 +161,10 @@ class Mirror:
         """Copy the files of a checkpoint that the target lacks; returns its manifest with their places there."""
         files = chain.store_chain(self.source, manifest)
         placed, places = self._place_files(manifest)
+        known = {key for key, is_missing in places if not is_missing}
+        if known and not known <= {*self.target.list()}:  # somebody has deleted some of them
+            self.begin()
+            placed, places = self._place_files(manifest)
         for file, (key, is_missing) in zip(files, places, strict=True):
             if is_missing:
                 with _open_intact(file) as source:
