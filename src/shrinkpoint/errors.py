@@ -16,8 +16,7 @@
     ├── MembershipError        replicas or ranks that work together are gone
     └── MissingExtraError      a package that an extra of this one installs is not there (ModuleNotFoundError)
 
-Those in brackets are bases, too. Every error says where it happened, what was found, what was expected and what to do
-about it; the four parts are attributes as well as text, so that a program need not parse the message.
+Those in brackets are bases, too. The parts of a message are attributes, too: `where`, `found`, `expected` and `do`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
+
+RESTORE_ADVICE = "restore another checkpoint, or fetch an intact copy of this file"
+VERIFY_ADVICE = "restore another checkpoint; `shrinkpoint verify` lists all damage"
+VERSION_ADVICE = "read it with the release that wrote it, or a newer one"
+BASE_ADVICE = "pass the path of the base as base=, or load through its store"
 
 
 class ShrinkpointError(Exception):
@@ -110,6 +114,11 @@ class MissingExtraError(ShrinkpointError, ModuleNotFoundError):
     """A package that this part needs is not installed; `do` is the command that installs it."""
 
 
+def error_text(error: BaseException) -> str:
+    """The type of an error of others, and the beginning of its text, for a message."""
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
 class LossWarning(UserWarning):
     """A lossy checkpoint was written that may have lost too much."""
 
@@ -129,8 +138,6 @@ class UserLine(NamedTuple):
 
 _PASSED_MODULES = ("shrinkpoint.", "torch.", "contextlib")
 """Beginnings of the names of modules that no warning names: this library, and what decorates its functions."""
-
-
 _WARNED_LINE: ContextVar[UserLine | None] = ContextVar("_WARNED_LINE", default=None)
 
 
@@ -182,6 +189,6 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
     if isinstance(error, MissingExtraError) or package not in EXTRAS[extra]:
         return error
     do = f'run pip install "shrinkpoint[{extra}]"'
-    missing = MissingExtraError(package, found="not installed", expected=f"what the extra {extra!r} brings", do=do)
+    missing = MissingExtraError(package, found="not installed", expected=f"a package of the extra {extra!r}", do=do)
     missing.name = error.name
     return missing

@@ -8,12 +8,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
+from shrinkpoint.errors import RESTORE_ADVICE, CorruptError, ShrinkpointError, StorageError, error_text
 
-_DO = "restore another checkpoint, or fetch an intact copy of this file"
 _SHORT_BYTES, _MAX_MEAN_BYTES = 1 << 26, 1024
 """Bytes of a state, and mean bytes of its tensors, up to which saving or loading it takes seconds at most."""
-MAX_MESSAGE_CHARS = 200  # Characters of another error's message that are repeated
 
 
 @contextmanager
@@ -32,16 +30,13 @@ def read_guard(where: str) -> Iterator[None]:
     except (ShrinkpointError, Warning):
         raise
     except OSError as error:
-        raise StorageError(where, found=_error_text(error), do="look at the file system") from error
+        raise StorageError(where, found=error_text(error), do="check the disk and the permissions") from error
     except MemoryError as error:
         do = "read it where there is more memory, or restore another checkpoint"
         raise CorruptError(where, found="out of memory", do=do) from error
     except Exception as error:
-        raise CorruptError(where, found=f"bytes that no release writes ({_error_text(error)})", do=_DO) from error
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}"
+        found = f"bytes that no release writes ({error_text(error)})"
+        raise CorruptError(where, found=found, do=RESTORE_ADVICE) from error
 
 
 @contextmanager

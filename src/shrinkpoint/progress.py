@@ -92,7 +92,7 @@ def watch_progress(listener: ProgressListener) -> AbstractContextManager[None]:
         PolicyError: it cannot be called.
     """
     if not callable(listener):
-        raise validate.argument_error("listener", listener, "a function of a TaskProgress", "pass print, for example")
+        raise validate.argument_error("listener", listener, "a function of a TaskProgress", "pass e.g. print")
     return _watch(listener)
 
 

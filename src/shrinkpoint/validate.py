@@ -14,13 +14,12 @@ from shrinkpoint.errors import PolicyError
 
 MAX_VALUE_CHARS = 80  # Characters of a wrong argument that a message repeats
 MAX_THREADS = 1 << 16
+LEAVE_OUT = "leave it out for the default"
 _PERCENT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*%\s*")
 _TEXT = TypeVar("_TEXT", bound=str)
 
 
-def check_int(
-    where: str, value: Any, *, minimum: int = 1, maximum: int | None = None, do: str = "take the default"
-) -> int:
+def check_int(where: str, value: Any, *, minimum: int = 1, maximum: int | None = None, do: str = LEAVE_OUT) -> int:
     """Return a whole number within bounds as an int; bools and floats are refused.
 
     Raises:
@@ -50,8 +49,7 @@ def check_optional_int(
     try:
         return check_int(where, value, minimum=minimum, maximum=maximum)
     except PolicyError as error:
-        expected = f"{error.expected}, or None {none_meaning}"
-        raise argument_error(where, value, expected, "leave it out for the default") from None
+        raise argument_error(where, value, f"{error.expected}, or None {none_meaning}", LEAVE_OUT) from None
 
 
 def check_threads(value: Any) -> int | None:
@@ -65,7 +63,7 @@ def check_keyframe_every(value: Any) -> int | None:
     Raises:
         PolicyError: it is something else.
     """
-    return check_optional_int("keyframe_every", value, none_meaning="for one chain without an end")
+    return check_optional_int("keyframe_every", value, none_meaning="for one chain without end")
 
 
 def check_float(
@@ -75,7 +73,7 @@ def check_float(
     minimum: float = 0.0,
     maximum: float = math.inf,
     exclusive: bool = True,
-    do: str = "take the default",
+    do: str = LEAVE_OUT,
 ) -> float:
     """Return a finite number within bounds as a float.
 
@@ -105,9 +103,9 @@ def check_fraction(where: str, value: Any, *, allow_zero: bool = False, maximum:
     expected = f'a share {"from 0" if allow_zero else "above 0"}, at most {maximum:.4g} or "{100 * maximum:.4g}%"'
     fraction = _float_or_nan(parse_percent(value) if isinstance(value, str) else value)
     if not 0 <= fraction <= maximum or (fraction == 0 and not allow_zero):
-        do = "take less" if fraction > maximum else 'write "1%" or 0.01 for one per cent'
+        do = "pass less" if fraction > maximum else 'pass "1%" or 0.01 for one per cent'
         if maximum < fraction <= 100 * maximum and not isinstance(value, str):
-            do = f'write "{fraction:.6g}%" or {fraction / 100:.6g} for {fraction:.6g} per cent'
+            do = f'pass "{fraction:.6g}%" or {fraction / 100:.6g} for {fraction:.6g} per cent'
         raise argument_error(where, value, expected, do)
     return fraction
 
@@ -157,7 +155,7 @@ def read_byte_variable(name: str) -> int | None:
         return None
     if text.isascii() and text.isdecimal() and len(text) < 20 and int(text):
         return int(text)
-    raise PolicyError(name, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it")
+    raise PolicyError(name, found=repr(text[:40]), expected="a whole number of bytes", do="correct it, or unset it")
 
 
 def check_bool(where: str, value: Any) -> bool:
@@ -172,14 +170,14 @@ def check_choice(where: str, value: Any, choices: Collection[_TEXT]) -> _TEXT:
     for choice in choices:
         if isinstance(value, str) and value == choice:
             return choice
-    raise argument_error(where, value, " or ".join(map(repr, choices)), "choose one of them")
+    raise argument_error(where, value, f"one of {', '.join(map(repr, choices))}", "pass one of them")
 
 
-def check_str(where: str, value: Any, *, do: str = "pass a text") -> str:
-    """Return a text; raises PolicyError if it is something else."""
+def check_str(where: str, value: Any, *, do: str = "pass a string") -> str:
+    """Return a string; raises PolicyError if it is something else."""
     if isinstance(value, str):
         return value
-    raise argument_error(where, value, "a text", do)
+    raise argument_error(where, value, "a string", do)
 
 
 def check_optional_callable(where: str, value: Any, *, expected: str = "a function of what is saved") -> Any:

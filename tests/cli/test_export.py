@@ -233,7 +233,7 @@ def test_a_scheme_writes_a_small_file_of_ours_with_error_feedback(run, store, tm
     [
         (["--calibrate", "calibration_of_export:losses"], "Add --scheme"),
         (["--scheme", "fisher(relative_error=.6)", "--to", "torch"], "one form"),
-        (["--scheme", "lossless", "--calibrate", "calibration_of_export:losses"], "expected fisher"),
+        (["--scheme", "lossless", "--calibrate", "calibration_of_export:losses"], "expected the scheme fisher"),
         (["--scheme", "fisher(relative_error=.6)", "--calibrate", "calibration_of_export:none"], "calibrate"),
         (["--scheme", "fisher(relative_error=.6)", "--calibrate", "calibration_of_export:nothing"], "ran no layer"),
         (["--scheme", "fisher", "--calibrate", "calibration_of_export:losses"], "--evaluate"),
@@ -262,5 +262,5 @@ def test_a_file_of_a_checkpoint_is_not_replaced(run, store, payload):
 def test_what_only_a_scheme_needs_is_refused_without_one(run, store, tmp_path, option, hf):
     done = run("export", store, tmp_path / "a.safetensors", *option, *hf)
     text = " ".join(done.stderr.split())
-    assert done.code == 2 and f"{option[0]}; expected --scheme as well. Add --scheme, or leave it out" in text
+    assert done.code == 2 and f"{option[0]}; expected --scheme as well. Add --scheme, or leave out {option[0]}" in text
     assert not (tmp_path / "a.safetensors").exists()

@@ -86,7 +86,7 @@ def test_what_is_no_file_is_named(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for command in ("verify", "show"):
         done = run(command, tmp_path / "pipe")
-        assert done.code == 3 and "a named pipe; expected the directory of a store. Name another" in done.stderr
+        assert done.code == 3 and "a named pipe; expected the directory of a store. Choose another path" in done.stderr
     torch.save(torch.ones(1), tmp_path / "a.pt")
     (tmp_path / "link").symlink_to("nowhere")
     for name, found in (("pipe", "a named pipe"), ("link", "a symbolic link to nothing")):

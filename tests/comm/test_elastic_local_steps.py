@@ -276,4 +276,4 @@ def test_wrong_managers_and_too_few_replicas_are_errors(tmp_path):
     assert "a group and a manager; expected one of them" in errors["both"][1]
     assert errors["alone"][0] == "MembershipError" and "quorum_timeout" in errors["alone"][1]
     assert errors["integers"][0] == "PolicyError" and "allreduce: torch.int64" in errors["integers"][1]
-    assert errors["twice"][0] == "PolicyError" and "Make another Manager" in errors["twice"][1]
+    assert errors["twice"][0] == "PolicyError" and "Make a new torchft.Manager" in errors["twice"][1]

@@ -63,7 +63,7 @@ def test_centered_rmsprop_has_one_too():
 def test_optimizer_of_another_model_is_refused():
     model = nn.Linear(8, 8)
     other = SecondMoments(torch.optim.Adam(nn.Linear(8, 8).parameters()))
-    with pytest.raises(PolicyError, match="Adam of other parameters; expected the optimizer that trains this model"):
+    with pytest.raises(PolicyError, match="Adam of other parameters; expected the optimizer of this model"):
         SegmentRoots(GradientLayout(named(model), 0, 1 << 20), model.parameters(), other)
 
 

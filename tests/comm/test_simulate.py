@@ -339,7 +339,7 @@ def test_ids_are_asked_for_and_checked():
         net(batch(0))
     wrong_tensors = torch.ones(4), torch.ones(2, 2, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
     for bad in (*wrong_tensors, "abc", None, [1.5], [[1], [2, 3]]):
-        with pytest.raises(PolicyError, match="one a row of the batch"):
+        with pytest.raises(PolicyError, match="one for each row of the batch"):
             points.set_sample_ids(bad)
     points.set_sample_ids(torch.arange(5))
     with pytest.raises(MismatchError):

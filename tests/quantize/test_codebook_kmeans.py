@@ -149,7 +149,7 @@ def test_a_random_start_depends_on_the_seed_and_on_the_power_of_the_distance():
 
 
 def test_warm_start_with_another_number_of_centers_is_refused():
-    with pytest.raises(PolicyError, match="start: 8 centers; expected 16"):
+    with pytest.raises(PolicyError, match="init: 8 centers; expected 16"):
         kmeans_codebook(*counted(laplace(100)), 16, init=torch.arange(8.0))
 
 

@@ -121,7 +121,7 @@ def test_more_than_all_is_no_share():
 
 
 def test_a_number_of_per_cent_is_answered_with_how_to_write_it():
-    with pytest.raises(PolicyError, match=r'threshold: 5; .*Write "5%" or 0.05'):
+    with pytest.raises(PolicyError, match=r'threshold: 5; .*Pass "5%" or 0.05'):
         sp.Inshrinkerator(threshold=5, evaluate=len)
 
 
@@ -132,7 +132,7 @@ def test_a_bare_number_as_a_budget_is_refused_and_its_unit_named():
 
 def test_a_text_that_is_no_scheme_is_refused_and_nothing_of_it_is_run():
     for text, message in [
-        ("zip", "'lossless' or .*'fisher'"),
+        ("zip", "'lossless', .*'fisher'"),
         ("Fisher", "a name"),
         ("fisher(.3)", "plain values"),
         ("fisher(error=.3)", r"error= in .*relative_error"),

@@ -72,7 +72,7 @@ def test_whole_rows_have_the_dither_of_the_whole(box, seed):
 def test_a_box_that_is_not_within_its_tensor_is_refused(offsets):
     flat = flatten({"a.weight": torch.zeros(2, 2)})
     (name,) = flat.tensors
-    with pytest.raises(StateError, match="a box within"):
+    with pytest.raises(StateError, match="a shard within"):
         GlobalTensors(flat, ShardLayout({name: ShardSpec("a", (4, 5), offsets)}, LocalCollectives()))
 
 

@@ -147,4 +147,4 @@ def test_an_fsdp_model_is_measured_in_place_by_all_ranks_and_put_back(tmp_path: 
 
 def test_an_error_of_one_process_is_raised_by_all(tmp_path: Path) -> None:
     for said in ranks(ERRORS, 3, tmp_path):
-        assert said["class"] == "StateError" and "a box within the whole tensor" in said["text"]
+        assert said["class"] == "StateError" and "a shard within the tensor" in said["text"]

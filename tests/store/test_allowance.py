@@ -181,7 +181,7 @@ def test_a_coded_shape_at_the_limit_of_its_bytes_is_refused_before_memory_is_tak
     sp.save(zeros, path)
     assert path.stat().st_size < 200_000
     assert sp.load(path)["w"].numel() == 1 << 28
-    with pytest.raises(CorruptError, match=r"268435456 bytes of tensors.*max_bytes="):
+    with pytest.raises(CorruptError, match=r"268,435,456 bytes of tensors.*max_bytes="):
         sp.load(path, max_bytes=1 << 20)
     with pytest.raises(CorruptError, match="max_bytes="):
         small_limit(path)
@@ -202,7 +202,7 @@ def test_copies_of_one_tensor_are_bounded_by_the_size_of_the_file(tmp_path):
     assert len(sp.load(path)["x"]) == 40
     most = 41 * tensor.nbytes
     sp.load(path, max_bytes=most)
-    with pytest.raises(CorruptError, match=f"{most} bytes of tensors.*at most {most - 1}"):
+    with pytest.raises(CorruptError, match=f"{most:,} bytes of tensors.*at most {most - 1:,}"):
         sp.load(path, max_bytes=most - 1)
 
 

@@ -86,7 +86,7 @@ def test_trainer_saves_to_a_bucket_and_resumes_from_it(url, tmp_path) -> None:
     assert trainer.global_step == 3 * 4
     loaded = load_from_checkpoint(lightning_runs.Small, f"{url}/2.ckpt")
     assert difference(loaded.state_dict(), first.state_dict()) is None
-    with pytest.raises(PolicyError, match="Name a checkpoint itself"):
+    with pytest.raises(PolicyError, match="Pass the path of a checkpoint"):
         latest_valid_of_lightning(url)
 
 

@@ -92,7 +92,7 @@ def test_gradients_of_an_optimizer_that_no_record_has_are_refused(tmp_path: Path
         if change == "unfrozen":
             model.module[1].requires_grad_(True)
         scale(model(torch.ones(4))).sum().backward()
-        with pytest.raises(PolicyError, match=r"unfrozen or is elsewhere"):
+        with pytest.raises(PolicyError, match=r"unfrozen or moved"):
             journal.step(3)
 
 

@@ -185,7 +185,7 @@ def test_invalid_arguments_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_advice_is_what_can_be_done() -> None:
-    with pytest.raises(PolicyError, match="Make a list of them"):
+    with pytest.raises(PolicyError, match="Pass a list of them"):
         recommend(SHAPE, mbps=SLOW, candidates={"q4:64"})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="Leave it out: the CPU is the default"):
         recommend(SHAPE, mbps=SLOW, device="cuda:99")

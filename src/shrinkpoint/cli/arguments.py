@@ -16,7 +16,7 @@ import typer
 
 from shrinkpoint import validate
 from shrinkpoint.cli.console import print_note
-from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.errors import NotFoundError, PolicyError, error_text
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage, what_is_at
 from shrinkpoint.storage.paths import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
@@ -87,8 +87,7 @@ def import_function(text: str, option: str) -> Callable[[Any], Any]:
         for part in name.split("."):
             function = getattr(function, part)
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        raise PolicyError(option, found=message, expected=f"the function {text}", do=do) from error
+        raise PolicyError(option, found=error_text(error), expected=f"the function {text}", do=do) from error
     if not callable(function):
         raise PolicyError(option, found=validate.type_name(function), expected="a function of a state", do=do)
     return function  # type: ignore[no-any-return]
@@ -99,7 +98,7 @@ _LOCATION_HELP = "A store, a store's checkpoint (STORE@STEP), a framework's chec
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory or URL of a store.")]
 _RUN_HELP = "Directory or URL of a store, or directory of a framework's run."
 RunArgument = Annotated[str, typer.Argument(metavar="STORE|RUN", help=_RUN_HELP)]
-LocationArgument = Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", help=_LOCATION_HELP)]
+LocationArgument = Annotated[str, typer.Argument(metavar="STORE|RUN|FILE", help=_LOCATION_HELP)]
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
         return storage, listing
     path, expected = Path(text), "the directory of a store"
     if path.exists() and not path.is_dir():
-        do = f"see `shrinkpoint show {shlex.quote(text)}`" if path.is_file() else "name another"
+        do = f"see `shrinkpoint show {shlex.quote(text)}`" if path.is_file() else "choose another path"
         raise NotFoundError(text, found=what_is_at(path), expected=expected, do=do)
     if not path.exists():
         raise NotFoundError(text, found="no such directory", expected=expected, do="check the path")
@@ -239,10 +238,14 @@ def find_manifest(listing: Listing, location: Location) -> Manifest:
     if identity is not None and (identity.is_foreign or location.step is None):
         where, do = str(location.path), identity.do
         raise NotFoundError(where, found=identity.description, expected=OWN_CHECKPOINT, do=do)
-    found = "no checkpoint" if location.step is None else f"no checkpoint of step {location.step}"
+    raise unknown_step_error(str(location.path), listing, location.step)
+
+
+def unknown_step_error(where: str, listing: Listing, step: int | None) -> NotFoundError:
+    """The error for a step that a store does not have; None: it has none."""
+    found = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     steps = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a directory with a checkpoint in it"
-    do = f"see `shrinkpoint list {shlex.quote(str(location.path))}`"
-    raise NotFoundError(str(location.path), found=found, expected=steps, do=do)
+    return NotFoundError(where, found=found, expected=steps, do=f"see `shrinkpoint list {shlex.quote(where)}`")
 
 
 def preview(steps: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ def local_target(where: Path, *, force: bool) -> Iterator[Path]:
     url = parse_object_url(where)
     if not force and has_objects(url):
         do = "add --force to replace it"
-        raise PolicyError(str(url), found="something that exists", expected="a new name", do=do)
+        raise PolicyError(str(url), found="a URL that exists", expected="a new name", do=do)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as directory:
         path = Path(directory, url.name or url.bucket)
         yield path

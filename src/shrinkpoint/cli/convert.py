@@ -72,7 +72,7 @@ SchemeOption = Annotated[
 ]
 EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 KeyframeOption = Annotated[
-    int, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain, its keyframe included.")
+    int, typer.Option("--keyframe-every", min=1, metavar="N", help="Checkpoints in a chain, its keyframe included.")
 ]
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not decode the result and compare it with SRC.")]
 OpaqueOption = Annotated[bool, typer.Option("--opaque", help=_OPAQUE_HELP)]
@@ -117,7 +117,7 @@ def command(
     The result is decoded and compared with SRC, bit for bit.
     """
     if out is None and not dry_run:
-        raise PolicyError("convert", found="no DST", expected="a place to write to", do="name it, or add --dry-run")
+        raise PolicyError("convert", found="no DST", expected="a place to write to", do="add DST, or --dry-run")
     from shrinkpoint.convert.discover import discover
     from shrinkpoint.schemes.registry import make_scheme
 
@@ -147,8 +147,8 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
     checkpoints, out, exact = series.checkpoints, options.out, None
     if out is not None and out.suffix == ".safetensors" and not out.is_dir():
         if len(checkpoints) > 1:
-            found, do = f"{len(checkpoints)} checkpoints", "name a directory, or choose one with --step"
-            raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
+            found, do = f"{len(checkpoints)} checkpoints", "choose a directory as DST, or one checkpoint with --step"
+            raise PolicyError(str(out), found=found, expected="one checkpoint for a single file", do=do)
         _check_separate(options.source, out)
         _check_overwrite(out, options)
         with show_progress(f"writing {show_place(out)}"), print_loss_warnings():
@@ -264,14 +264,14 @@ def _check_separate(source: Path, out: Path) -> None:
         return
     a, b = (path if is_object_url(path) else path.resolve() for path in (source, out))
     if a == b or a in b.parents or b in a.parents:
-        found, do = f"a place in, above or at {show_place(source)}", "choose a place outside"
-        raise PolicyError(show_place(out), found=found, expected="another one", do=do)
+        found, do = f"a path that overlaps {show_place(source)}", "choose a path outside of it"
+        raise PolicyError(show_place(out), found=found, expected="a separate path", do=do)
 
 
 def _check_overwrite(out: Path, options: _Options) -> None:
     is_free = not has_objects(parse_object_url(out)) if is_object_url(out) else not out.exists()
     if not is_free and not options.force and (not out.is_dir() or any(out.iterdir())):
-        found, do = "something that exists", "add --force to replace it"
+        found, do = "a path that exists", "add --force to replace it"
         raise PolicyError(show_place(out), found=found, expected="a new name", do=do)
 
 
@@ -310,8 +310,8 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
         totals=True,
     )
     gain = f"{before / after:.2f}x smaller" if after else "nothing"
-    place = "would take" if out is None else f"take, in {show_place(out)},"
-    sizes = f"{humanize.size(before)} {place} {humanize.size(after)}"
+    verb = "would take" if out is None else "takes" if len(rows) == 1 else "take"
+    sizes = f"{humanize.size(before)} {verb} {humanize.size(after)}" + ("" if out is None else f" in {show_place(out)}")
     saved = humanize.size(max(0, before - after))
     print_line(f"{humanize.count(len(rows), 'checkpoint')} of {sizes}: {gain}, {saved} saved")
     if exact is not None:

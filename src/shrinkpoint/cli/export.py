@@ -99,11 +99,11 @@ def command(
     _check_needed("--scheme", scheme is not None, {**measuring, "--threshold": threshold})
     _check_needed("--hf", hf, {"--max-shard-size": max_shard_size, "--config": config})
     if scheme is not None and (hf or to is not None):
-        raise PolicyError("--scheme", found="--to or --hf as well", expected="one form", do="leave them out")
+        raise PolicyError("--scheme", found="--to or --hf as well", expected="one form", do="leave out the others")
     if hf:
         if to is not None or only:
-            raise PolicyError("--hf", found="--to or --only as well", expected="one form", do="leave them out")
-        _check_new(out, force, "a name that exists")
+            raise PolicyError("--hf", found="--to or --only as well", expected="--hf alone", do="leave out the others")
+        _check_new(out, force, "a path that exists")
         _export_pretrained(location, out, config, max_shard_size, force, json)
         return
     _check_target(out, force)
@@ -120,8 +120,8 @@ def command(
         _export_compressed(location, out, made, only or (), force, json)
         return
     if to is None and out.suffix not in _FORM_OF_SUFFIX:
-        found, do = f"the suffix {out.suffix!r}", "say --to torch or safetensors"
-        raise PolicyError(str(out), found=found, expected=", ".join(_FORM_OF_SUFFIX), do=do)
+        found, do = f"the suffix {out.suffix!r}", "add --to torch or --to safetensors"
+        raise PolicyError(str(out), found=found, expected="one of " + ", ".join(_FORM_OF_SUFFIX), do=do)
     _export_plain(location, out, to or _FORM_OF_SUFFIX[out.suffix], only or (), force, json)
 
 
@@ -129,8 +129,8 @@ def _check_needed(option: str, is_given: bool, others: Mapping[str, object]) -> 
     """Refuse options that mean nothing without another one; `others` has the value of each, None or False if absent."""
     names = [] if is_given else [name for name, value in others.items() if value not in (None, False)]
     if names:
-        found, do = " and ".join(names), f"add {option}, or leave {'it' if len(names) == 1 else 'them'} out"
-        raise PolicyError("export", found=found, expected=f"{option} as well", do=do)
+        found = " and ".join(names)
+        raise PolicyError("export", found=found, expected=f"{option} as well", do=f"add {option}, or leave out {found}")
 
 
 def _check_target(out: Path, force: bool) -> None:

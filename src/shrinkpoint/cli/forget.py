@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, open_store, preview
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, open_store, preview, unknown_step_error
 from shrinkpoint.cli.console import print_json, print_line
-from shrinkpoint.errors import NotFoundError
 from shrinkpoint.store.listing import forget, scan
 
 StepsArgument = Annotated[
@@ -27,9 +26,7 @@ def command(store: StoreArgument, steps: StepsArgument, json: JsonOption = False
         listing = scan(storage)
         unknown = [step for step in steps if step not in listing.manifests and step not in listing.broken]
         if unknown:
-            known = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
-            found = f"no checkpoint of step {unknown[0]}"
-            raise NotFoundError(store, found=found, expected=known, do="list the store")
+            raise unknown_step_error(store, listing, unknown[0])
         forgotten = [step for step in dict.fromkeys(steps) if step not in listing.forgotten]
         for step in forgotten:
             forget(storage, listing, step)

@@ -57,7 +57,7 @@ def command(
     store would delete next; without rules, only forgotten checkpoints.
     """
     if len(places) > _MAX_PLACES:
-        raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="make a page for each two")
+        raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="write several pages")
     keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
     if out.exists() and not force:
         head = b""

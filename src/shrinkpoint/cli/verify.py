@@ -34,7 +34,7 @@ _PLACE_HELP = "A store, a framework's checkpoint directory or run, or one file."
 
 
 def command(
-    place: Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", help=_PLACE_HELP)],
+    place: Annotated[str, typer.Argument(metavar="STORE|RUN|FILE", help=_PLACE_HELP)],
     deep: Annotated[bool, typer.Option("--deep", help="Also decode everything (slower, needs torch).")] = False,
     json: JsonOption = False,
 ) -> None:

@@ -137,12 +137,8 @@ def _lzma_module() -> Any:
     try:
         return importlib.import_module("lzma")
     except ImportError as error:
-        raise PolicyError(
-            "codes in LZMA",
-            found="a Python that was built without it",
-            expected="the module lzma",
-            do="use a Python with lzma",
-        ) from error
+        found, do = "a Python that was built without it", "use a Python with lzma"
+        raise PolicyError("codes in LZMA", found=found, expected="the module lzma", do=do) from error
 
 
 def _unpad(stored: Bytes) -> Bytes:

@@ -27,12 +27,10 @@ from shrinkpoint.codec.coder import Bytes, num_numbers
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.recipe import Recipe
 from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
-from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
+from shrinkpoint.errors import BASE_ADVICE, VERIFY_ADVICE, ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.tensors.dtypes import dtype_name, joined_bytes, tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, EncodedRecord, TensorInfo, shared_info
-
-_ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
 QuantizerParams: TypeAlias = CodebookTensor | Lattice
 """A quantized tensor without its codes: a `CodebookTensor` whose codes are empty, or a lattice."""
@@ -54,9 +52,9 @@ def decode_errors(where: str) -> Iterator[None]:
         except ShrinkpointError:
             raise
         except _native.Truncated as error:
-            raise TruncatedError(where, found=str(error), do=_ADVICE) from error
+            raise TruncatedError(where, found=str(error), do=VERIFY_ADVICE) from error
         except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
-            raise CorruptError(where, found=str(error), do=_ADVICE) from error
+            raise CorruptError(where, found=str(error), do=VERIFY_ADVICE) from error
 
 
 class ByteRange(NamedTuple):
@@ -126,12 +124,8 @@ class RecordDigests:
     def check_base(self, digest: str) -> None:
         """Raise ChainError unless this is the digest of the parent's numbers that the record was encoded against."""
         if digest != self.base:
-            raise ChainError(
-                self.where,
-                found=f"a base with digest {digest}",
-                expected=str(self.base),
-                do="give the checkpoint that this one was made against",
-            )
+            found = f"a base with digest {digest}"
+            raise ChainError(self.where, found=found, expected=str(self.base), do=BASE_ADVICE)
 
     def check_values(self, digest: str) -> None:
         """Raise ValueError unless this is the digest of the values that were encoded."""
@@ -388,14 +382,13 @@ class DecodedSources:
         """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
         expected = f"a base with digest {self.digests.base}"
         if self.reference is None:
-            found, do = "a delta without its base", "load it through its store, or give base="
-            raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+            found = "a delta without its base"
+            raise ChainError(self.digests.where, found=found, expected=expected, do=BASE_ADVICE)
         shared = self.reference.shared_names(infos)
         for info in infos:
             if info.name not in shared:
                 found = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
-                do = "give the checkpoint that this one was made against"
-                raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+                raise ChainError(self.digests.where, found=found, expected=expected, do=BASE_ADVICE)
         return self.reference
 
     def fetch(self, spans: Sequence[ByteRange]) -> Bytes:

@@ -78,9 +78,9 @@ class AQSGD(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.check_int("AQSGD, warmup", self.warmup, minimum=0, do="give a number of visits")
+        validate.check_int("AQSGD, warmup", self.warmup, minimum=0, do="pass a number of visits")
         validate.check_choice("AQSGD, dtype", self.dtype, get_args(CacheDtype))
-        validate.check_int("AQSGD, most_bytes", self.most_bytes, do="give the bytes of a row at least")
+        validate.check_int("AQSGD, most_bytes", self.most_bytes, do="pass at least the bytes of a row")
         if self.folder is not None:
             object.__setattr__(self, "folder", str(local_path(self.folder, "folder")))
 
@@ -287,11 +287,11 @@ class _RowSplit:
 
 def _require_ids(shape: Sequence[int], info: MessageInfo) -> list[int]:
     if info.ids is None:
-        advice = "give them with set_sample_ids before the step"
+        advice = "pass an id for each row to set_sample_ids before the step"
         raise PolicyError("AQSGD", found="no sample ids", expected=f"{shape[0] if shape else 1} of them", do=advice)
     if not shape or info.ids.numel() != shape[0]:
         problem = f"{info.ids.numel()} sample ids for {tuple(shape)}"
-        raise MismatchError("AQSGD", found=problem, expected="one a row", do="give an id for each sample of the batch")
+        raise MismatchError("AQSGD", found=problem, expected="one for each row", do="pass an id for each row")
     ids: list[int] = info.ids.tolist()
     return ids
 
@@ -496,7 +496,7 @@ class _FileRowBuffer(_RowBuffer):
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115  (it is open as long as the rows are used)
         except OSError as error:
-            do = "name another folder, or free space there"
+            do = "choose another folder, or free space there"
             raise StorageError(cache_dir, found=str(error), expected="a directory to write to", do=do) from error
         weakref.finalize(self, self._file.close)
 

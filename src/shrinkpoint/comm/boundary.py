@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor
-from shrinkpoint.comm.compressors.sparse import SameIndices
+from shrinkpoint.comm.compressors.sparse import SAME_INDICES_ADVICE, SameIndices
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.spec import as_compressor
@@ -30,10 +30,9 @@ def parse_directions(
     has_indices = plain["forward"] is not None and type(plain["forward"]).indices is not Compressor.indices
     for name, compressor in plain.items():
         if isinstance(compressor, SameIndices) and (name == "forward" or not has_indices):
-            found = f"{parsed[name]} for boundary {boundary}, with {parsed['forward']} forward"
+            found = f"{parsed[name]} for boundary {boundary}, whose forward direction has {parsed['forward']}"
             expected = "a gradient at the indices that a forward message carries"
-            advice = "put TopK or RandomK on the forward direction of the same boundary, or choose another compressor"
-            raise PolicyError(f"{where}, {name}", found=found, expected=expected, do=advice)
+            raise PolicyError(f"{where}, {name}", found=found, expected=expected, do=SAME_INDICES_ADVICE)
     return parsed
 
 
@@ -60,8 +59,8 @@ class CompressionSwitch:
         if not value and instance.sparse_spec is not None:
             spec, instance.sparse_spec = instance.sparse_spec, None
             text = (
-                f"{self._condition} and this model has {spec} on its activations. A model trained like that is "
-                "usually much worse without (arXiv 2401.07788); feedback such as ef21 prevents it"
+                f"{self._condition} and this model was trained with {spec} on its activations. Such a model is usually "
+                "much worse without (arXiv 2401.07788); train with feedback such as ef21 to prevent that"
             )
             warn_user(text)
 
@@ -78,7 +77,7 @@ def find_sparse_spec(compressors: Iterable[Compressor | ErrorFeedback | None]) -
 
 def check_ids(ids: Any) -> Tensor:
     """Returns sample ids as a tensor; raises PolicyError unless they are integers, 1-d."""
-    expected, advice = "integers, 1-d: one a row of the batch", "pass e.g. torch.arange(batch_size)"
+    expected, advice = "integers, 1-d: one for each row of the batch", "pass e.g. torch.arange(batch_size)"
     try:
         tensor: Tensor = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:  # a text, rows of unequal lengths, an integer beyond 64 bits

@@ -83,7 +83,7 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
     feedback = NoFeedback(parsed) if isinstance(parsed, Compressor) else parsed
     if feedback.needs_ids:
         advice = "use a compressor, or EF, EFMixed or EF21"
-        raise PolicyError(feedback.spec, found="feedback by sample id", expected="one for sums over samples", do=advice)
+        raise PolicyError(feedback.spec, found="feedback by sample id", expected="feedback of sums", do=advice)
     feedback.new_state().wire_bytes((SHARE_MULTIPLE,), torch.float32, MessageInfo())
     return feedback
 
@@ -488,7 +488,7 @@ class CompressedAllReduce:
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(second)
         if old:
-            text = f"the state has no feedback of averages: that of {feedback} starts empty"
+            text = f"the state has no feedback of averages: {feedback} starts empty"
             warn_user(f"{self.all_gather.name} hop: {text}", UserWarning)
 
     def residuals(self) -> dict[str, Tensor]:

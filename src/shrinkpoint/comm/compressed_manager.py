@@ -76,8 +76,8 @@ class CompressedManager:
         try:
             manager.register_state_dict_fn("shrinkpoint", self._recover, lambda: self.average.feedback.shared_spec)
         except AssertionError:
-            do = "make another Manager"
-            raise PolicyError(f"{_WHERE}, manager", found="one that is compressed already", do=do) from None
+            do = "make a new torchft.Manager"
+            raise PolicyError(f"{_WHERE}, manager", found="a Manager that is compressed already", do=do) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -118,10 +118,10 @@ class CompressedManager:
         from torchft.work import _DummyWork
 
         if reduce_op != dist.ReduceOp.AVG:
-            advice = "average, or use a Manager without compression"
+            advice = "pass ReduceOp.AVG, or use a Manager without compression"
             raise PolicyError(f"{_WHERE}, allreduce", found=f"{reduce_op}", expected="an average", do=advice)
         if not (tensor.is_floating_point() and tensor.itemsize > 1):
-            expected, do = "a floating-point dtype of 16 bits or more", "average a copy of such a dtype"
+            expected, do = "a floating-point dtype of 16 bits or more", "average a copy in such a dtype"
             raise PolicyError(f"{_WHERE}, allreduce", found=f"{tensor.dtype}", expected=expected, do=do)
         layout = f"{self._manager.current_step() % self._fragments}.{self._calls}"
         self._calls += 1
@@ -154,7 +154,7 @@ class CompressedManager:
     def _recover(self, spec: Any) -> None:
         mine = self.average.feedback.shared_spec
         if spec != mine:
-            do = "give all replicas the same compressor"
+            do = "pass the same compressor on all replicas"
             raise MismatchError(_WHERE, found=f"{mine} here, {spec} on others", expected="the same", do=do)
         self._has_recovered = True
 

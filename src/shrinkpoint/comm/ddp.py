@@ -18,7 +18,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
 from shrinkpoint.comm.gradient_record import AverageRecord
-from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, nonfinite_error
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState, MatrixLayout
 from shrinkpoint.comm.moment_allreduce import MomentAllReduce
@@ -130,7 +130,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
     ) -> None:
         _check_model(model)
         if before is not None and not callable(before):
-            advice = "write before=lambda bucket: bucket.buffer().mul_(0.5), or partial(hook, state) of a hook of torch"
+            advice = "pass e.g. lambda bucket: bucket.buffer().mul_(0.5), or partial(hook, state) of a hook of torch"
             raise validate.argument_error("compress_ddp, before", before, "a function of a bucket", advice)
         super().__init__("compress_ddp", min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)
@@ -138,7 +138,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         validate.check_int("compress_ddp, ranks_per_node", ranks_per_node)
         if self._group.size() % ranks_per_node:
             problem, expected = f"{ranks_per_node} of {self._group.size()} ranks", "a divisor of the number of ranks"
-            advice = "give every node as many ranks, or leave it out"
+            advice = "run as many ranks on every node, or leave ranks_per_node out"
             raise PolicyError("compress_ddp, ranks_per_node", found=problem, expected=expected, do=advice)
         self._ranks_per_node, self._average_compressor, self._before = ranks_per_node, average_compressor, before
         given = parse(compressor) if isinstance(compressor, str) else compressor
@@ -177,8 +177,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             problem, advice = f"{steps} and average_compressor={self._average_compressor}", "leave out one of them"
             raise PolicyError("compress_ddp", found=problem, expected="steps on both hops", do=advice)
         if optimizer is None:
-            advice = f'write compress_ddp(model, "{steps}", optimizer=optimizer), or take "q4:64"'
-            expected = "the one that has the second moments"
+            advice = f'call compress_ddp(model, "{steps}", optimizer=optimizer), or pass "q4:64"'
+            expected = "the optimizer with the second moments"
             raise PolicyError(where, found="no optimizer", expected=expected, do=advice)
         devices = [segment.device for segment in self._layout.segments if not is_gloo(group, segment.device)]
         if devices:
@@ -186,7 +186,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
                 f"gradients on {devices[0]}, or a group without gloo",
                 "gradients on a CPU that gloo sends",
             )
-            raise PolicyError(where, found=found, expected=expected, do='take "q4:64", which has kernels')
+            raise PolicyError(where, found=found, expected=expected, do='pass "q4:64", which has kernels')
         sizes = group.size() // ranks_per_node, group.rank() % ranks_per_node, ranks_per_node
         roots = SegmentRoots(self._layout, parameters, SecondMoments(optimizer))
         return MomentAllReduce(steps, roots, self._layout, sizes, self.link_stats)
@@ -229,8 +229,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            advice = "give the embedding sparse=False"
-            raise PolicyError("compress_ddp", found="a sparse gradient", expected="dense ones", do=advice)
+            advice = "pass sparse=False to the embedding"
+            raise PolicyError("compress_ddp", found="a sparse gradient", expected="dense gradients", do=advice)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
@@ -252,16 +252,15 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         """Wait for all segments, and let the backward pass end."""
         missing = self._collector.end_step()
         if missing and self._group.size() > 1:
-            advice = "call compress_ddp right after the model was made, and do not change requires_grad later"
+            advice = "call compress_ddp right after making the model, and do not change requires_grad later"
             problem = f"no gradient of {', '.join(missing[:4])}"
-            raise PolicyError("compress_ddp", found=problem, expected="one of each parameter", do=advice)
+            raise PolicyError("compress_ddp", found=problem, expected="a gradient of each parameter", do=advice)
         for background in self._background.values():
             background.wait()
         buckets, self._buckets = self._buckets, []
         for index, (buffer, future) in enumerate(buckets):
             if self._nonfinite == "raise" and not bool(buffer.isfinite().all()):
-                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-                raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
+                raise nonfinite_error(f"gradients, bucket {index}")
             future.set_result(buffer)
 
     def _make_background(self, device: torch.device) -> BackgroundAllReduce:
@@ -319,7 +318,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         """The model whose gradients are compressed; a PolicyError if nobody has it any more."""
         model = self._model()
         if model is None:
-            raise PolicyError("compress_ddp", found="a model that was deleted", expected="one in use", do="keep it")
+            raise PolicyError("compress_ddp", found="a model that was deleted", expected="a model in use", do="keep it")
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDPCompression:
@@ -351,7 +350,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         self._check_recordable()
         self._check_not_recorded()
         if compressor is not None:
-            found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
+            found, advice = f"shard_compressor={compressor}", "leave it out: DDP records what it has sent"
             raise PolicyError("journal", found=found, expected="None", do=advice)
         parameters = [parameter for _, parameter in reduced_parameters(self.model)]
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
@@ -386,7 +385,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             problem = f"{last} on the second hop, where each rank remembers what it has received"
             advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
         elif self.model.find_unused_parameters:
-            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
+            problem, advice = "find_unused_parameters=True: messages do not say which are unused", "use all parameters"
         elif getattr(self.model, "mixed_precision", None) is not None:
             problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
         else:
@@ -425,7 +424,7 @@ def reduced_parameters(model: DistributedDataParallel, known: Container[int] = (
 def _not_averaged(name: str) -> PolicyError:
     """The error of a trained parameter that DDP does not average: replicas would differ from now on."""
     found = "a parameter that was added, or has required a gradient, since the model was wrapped"
-    advice = "wrap and compress the model anew after its parameters changed"
+    advice = "wrap and compress the model again after its parameters change"
     return PolicyError(f"compress_ddp, {name}", found=found, expected="one that DDP averages", do=advice)
 
 
@@ -438,7 +437,7 @@ def _check_model(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         problem, expected = validate.type_name(model), "a DistributedDataParallel model"
         is_compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
-        advice = "pass the one that torch.compile got" if is_compiled else "wrap it first"
+        advice = "pass the model that torch.compile got" if is_compiled else "wrap it first"
         raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
     if getattr(model, "skip_all_reduce_unused_params", False):
         advice = "leave it out: with find_unused_parameters=True such gradients are sent as zeros"
@@ -453,10 +452,10 @@ def _check_model(model: object) -> None:
     hook = data.get("comm_hook")
     if hook == _MIXED_PRECISION_HOOK:
         advice = "leave out mixed_precision= of DistributedDataParallel, and use torch.autocast"
-        raise PolicyError("compress_ddp", found="a model with mixed_precision", expected="one without", do=advice)
+        raise PolicyError("compress_ddp", found="a model with mixed_precision", expected="one without it", do=advice)
     if hook:
         problem, expected = f"a model with the hook {hook}", "one without a hook"
-        advice = "compress a new DistributedDataParallel without it; what changes gradients before is before="
+        advice = "compress a new DistributedDataParallel without it; to change gradients first, pass before="
         raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
 
 
@@ -474,5 +473,5 @@ def _apply_before(function: BucketFunction, bucket: Any) -> None:
         problem = f"a tensor of {result.numel()} values" if isinstance(result, Tensor) else validate.type_name(result)
         expected = f"None, or the {buffer.numel()} values of the bucket as a tensor or a future"
         advice = "change bucket.buffer() in place, or return a tensor like it"
-        raise PolicyError("compress_ddp(before=...)", found=problem, expected=expected, do=advice)
+        raise PolicyError("compress_ddp, before", found=problem, expected=expected, do=advice)
     buffer.copy_(result)

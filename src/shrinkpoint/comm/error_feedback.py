@@ -15,6 +15,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
 from shrinkpoint.comm.compressors.layout import count_nonfinite
+from shrinkpoint.comm.state_check import STATE_ADVICE
 from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import MismatchError, PolicyError
 
@@ -150,8 +151,8 @@ class ErrorFeedback(ABC):
         check_compressor(type(self).__name__, self.compressor)
         if not self.is_stateless and getattr(self.compressor, "scaled", False):
             # scaled values exceed those sent, so that the residual grows with each message
-            where, problem = type(self).__name__, f"{self.compressor.spec}, with which a memory grows without bound"
-            advice = "leave out scaled: feedback sends later what is left out"
+            where, problem = type(self).__name__, f"{self.compressor.spec}, with which the residual grows without bound"
+            advice = "leave scaled out: feedback sends later what a message leaves out"
             raise PolicyError(where, found=problem, expected="a compressor that scales nothing", do=advice)
 
     @property
@@ -242,7 +243,7 @@ class BufferState(FeedbackState):
         return {self.buffers_key: {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        buffers, do = {}, "load the state that `state_dict` returned"
+        buffers, do = {}, STATE_ADVICE
         saved_buffers = state.get(self.buffers_key)
         if not isinstance(saved_buffers, Mapping):
             found, expected = f"no {self.buffers_key}", f"a state with {self.buffers_key}, of the same type of feedback"
@@ -251,9 +252,8 @@ class BufferState(FeedbackState):
             if not isinstance(name, str) or not _BUFFER_NAME.fullmatch(name):
                 raise MismatchError("feedback", found=f"a buffer {name!r:.60}", expected="slot.index", do=do)
             if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32:
-                raise MismatchError(
-                    f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor", do=do
-                )
+                found = repr(buffer)[:80]
+                raise MismatchError(f"feedback, buffer {name}", found=found, expected="a float32 tensor", do=do)
             slot, _, index = name.partition(".")
             buffers[int(slot), int(index)] = buffer.detach().clone()
         self._buffers = buffers
@@ -281,7 +281,7 @@ class EF(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="give 1, or 0.95")
+        validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="pass 1, or e.g. 0.95")
 
     @property
     def spec(self) -> str:
@@ -409,9 +409,8 @@ class EFMixed(ErrorFeedback):
             expected, advice = "a compressor that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
             raise PolicyError("EFMixed", found=self.compressor.spec, expected=expected, do=advice)
         if not 0 < self.share < 1:
-            raise PolicyError(
-                "EFMixed, share", found=f"{self.share}", expected="a number between 0 and 1", do="say e.g. share=0.5"
-            )
+            expected = "a number between 0 and 1"
+            raise PolicyError("EFMixed, share", found=f"{self.share}", expected=expected, do="pass e.g. 0.5")
 
     @property
     def spec(self) -> str:

@@ -30,7 +30,7 @@ from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
 from shrinkpoint.comm.gradient_record import ShardRecord
-from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, nonfinite_error
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
@@ -118,7 +118,7 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             _check_param_group(name, param_group, is_lossy)
             self._attach(name, param_group, weight_feedback, gradient_feedback, replicas)
         if replicas is not None and not self._all_reduces:
-            where, expected = "compress_fsdp(all_reduce=...)", "replicated shards (HSDP)"
+            where, expected = "compress_fsdp, all_reduce", "replicated shards (HSDP)"
             advice = "shard it over a mesh of (replicas, shards), or leave out all_reduce"
             raise PolicyError(where, found="a model without replicas", expected=expected, do=advice)
         self._config_checks = self._make_config_checks()
@@ -181,8 +181,8 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             saved_states = state.get(kind, {})
             if not isinstance(saved_states, Mapping) or saved_states.keys() != own.get(kind, {}).keys():
-                problem, expected = f"{kind} of {validate.describe_value(saved_states)}", "of the same modules"
-                raise MismatchError("compress_fsdp", found=problem, expected=expected, do="load it into this model")
+                problem, expected = f"{kind} of {validate.describe_value(saved_states)}", "the same modules"
+                raise MismatchError("compress_fsdp", found=problem, expected=expected, do="load that of this model")
             for name, saved_state in saved_states.items():
                 check = check_hops if kind == "all_reduce" else check_layouts
                 check(f"compress_fsdp, {kind} of {name or 'the root'}", saved_state)
@@ -262,8 +262,7 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         if name in self._replicate_groups:  # whose ranks would wait for an average
             count = reduce_numbers(count, self._replicate_groups[name], shard.device)
         if count[0]:
-            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
+            raise nonfinite_error(f"gradients of {name or 'the root'}")
 
     def _named_shards(self) -> list[tuple[str, Tensor]]:
         for module in self._root.modules():
@@ -364,7 +363,7 @@ class _ReplicaAllReduce:
         self._original_infos = param_group.mesh_info, param_group.post_forward_mesh_info
         if getattr(param_group, "_all_reduce_hook", "missing") is not None:
             problem = "a hook of the user's, or a torch without such hooks"
-            where, advice = "compress_fsdp(all_reduce=...)", "remove it, or use torch's own all-reduce"
+            where, advice = "compress_fsdp, all_reduce", "remove it, or use torch's own all-reduce"
             raise PolicyError(where, found=problem, expected="no all-reduce hook", do=advice)
         # FSDP2's description of a mesh of replicas and shards, without the replicas
         mesh_info = param_group.mesh_info
@@ -427,8 +426,8 @@ def _check_param_group(name: str, param_group: Any, is_lossy: bool) -> None:
     """
     gather, scatter = param_group._all_gather_comm, param_group._reduce_scatter_comm
     if isinstance(gather, _AllGather) or isinstance(scatter, _ReduceScatter):
-        problem, do = "a model that is compressed already", "call detach() of what compress_fsdp returned first"
-        raise PolicyError("compress_fsdp", found=problem, expected="one that is not", do=do)
+        problem, do = "a model that is compressed already", "first call detach() of what compress_fsdp returned"
+        raise PolicyError("compress_fsdp", found=problem, expected="a model that is not", do=do)
     mesh_dims = param_group.mesh_info.mesh.ndim
     is_split = {
         any(isinstance(placement, Shard) for placement in param.sharded_param.placements[mesh_dims:])
@@ -437,10 +436,8 @@ def _check_param_group(name: str, param_group: Any, is_lossy: bool) -> None:
     if is_lossy and len(is_split) > 1:
         where = f"compress_fsdp, {name or 'the root'}"
         problem = "parameters that are split over ranks, and replicated ones"
-        advice = (
-            "call fully_shard on modules of one kind each, such as norms by themselves, or compress none: None, None"
-        )
-        raise PolicyError(where, found=problem, expected="one kind of them in a module", do=advice)
+        advice = "call fully_shard on modules of one kind each, such as norms by themselves, or pass None, None"
+        raise PolicyError(where, found=problem, expected="one kind in each module", do=advice)
 
 
 def _param_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_record import GradientRecord
 from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
+from shrinkpoint.comm.state_check import STATE_ADVICE
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
 
@@ -97,25 +98,24 @@ class GradientAveraging(ABC, Generic[RecordT]):
 
         The feedback of another rank makes up for what other messages have lost. `own` is what `state_dict` returns now.
         """
-        expected, advice = "what state_dict() returned", "load the state of the same rank"
-        saved = validate.check_instance(f"{self._where}, state", state, Mapping, expected=expected, do=advice)
+        expected = "what state_dict() returned"
+        saved = validate.check_instance(f"{self._where}, state", state, Mapping, expected=expected, do=STATE_ADVICE)
         if saved.get("words") != own["words"]:
-            problem, advice = f"a state of {saved.get('words')}", "compress with the saved configuration"
+            problem, advice = f"a state of {saved.get('words')}", "compress with the settings of the saved run"
             raise MismatchError(self._where, found=problem, expected=f"{own['words']}", do=advice)
         if missing := sorted(own.keys() - saved.keys()):
-            found, advice = f"a state without {', '.join(missing)}", "load all that state_dict() returned"
-            raise MismatchError(self._where, found=found, do=advice)
+            raise MismatchError(self._where, found=f"a state without {', '.join(missing)}", do=STATE_ADVICE)
         if "rank" in own and saved["rank"] != own["rank"]:
             found = f"the feedback of {saved['rank']!r:.60}"
-            advice = "let each rank load what it saved itself; or load nothing on all ranks: feedback begins anew"
+            advice = f"{STATE_ADVICE}; or load nothing on any rank, and feedback starts empty"
             raise MismatchError(self._where, found=found, expected=own["rank"], do=advice)
 
     def _check_not_recorded(self) -> None:
         if self._record is not None:
             advice = "close the other journal first"
-            raise PolicyError(self._where, found="a second journal of one model", expected="one", do=advice)
+            raise PolicyError(self._where, found="a second journal of one model", expected="one journal", do=advice)
 
 
 def not_replayable(problem: str, advice: str) -> PolicyError:
     """The error about gradients that a journal could not make again."""
-    return PolicyError("journal", found=problem, expected="gradients that follow from what is kept alone", do=advice)
+    return PolicyError("journal", found=problem, expected="gradients that follow from the recorded bytes", do=advice)

@@ -193,7 +193,7 @@ class GradientLayout:
         """
         if id(parameter) not in self._pieces:
             problem, advice = f"a gradient of shape {tuple(parameter.shape)}", "do not change requires_grad later"
-            raise PolicyError("gradients", found=problem, expected="one of a parameter known from the start", do=advice)
+            raise PolicyError("gradients", found=problem, expected="a parameter known from the start", do=advice)
         return [(self.segments[index], piece) for index, piece in self._pieces[id(parameter)]]
 
     def digest(self) -> str:

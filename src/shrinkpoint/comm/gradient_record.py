@@ -185,7 +185,7 @@ class AverageRecord(GradientRecord):
         missing = [parameter.shape for parameter in self._parameters if parameter.grad is None]
         if missing:
             found, advice = f"a parameter of shape {tuple(missing[0])} without a gradient", "use all parameters"
-            raise PolicyError("journal", found=found, expected="a gradient of each", do=advice)
+            raise PolicyError("journal", found=found, expected="a gradient of each parameter", do=advice)
         return [message for segment in self._segments for message in self._messages[segment.name]]
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class ShardRecord(GradientRecord):
     def messages(self, step: int) -> Sequence[Tensor]:
         """Round the gradients, once, and return what they were rounded to, behind a bit for each that there is."""
         if not self._has_gradients:
-            advice = "call backward() on every rank first"
+            advice = "call backward() on all ranks first"
             raise PolicyError("journal", found="no gradients", expected="those of one backward pass", do=advice)
         if self._messages is None:
             flats = [None if parameter.grad is None else flat_gradient(parameter) for parameter in self._parameters]

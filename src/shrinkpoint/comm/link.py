@@ -440,11 +440,11 @@ class Link:
         if not header_bytes:
             return None
         ids, count = context.ids, header_bytes // _ID_BYTES
-        where, advice = f"link {self.name}, sample ids", "give them with set_sample_ids"
+        where, advice = f"link {self.name}, sample ids", "pass an id for each row to set_sample_ids"
         if ids is None:
-            raise PolicyError(where, found="none", expected=f"{count}", do=advice)
+            raise PolicyError(where, found="none", expected=f"{count}, one for each row", do=advice)
         if ids.numel() != count:
-            raise MismatchError(where, found=f"{ids.numel()}", expected=f"{count}", do=advice)
+            raise MismatchError(where, found=f"{ids.numel()}", expected=f"{count}, one for each row", do=advice)
         self._ids[context.key] = ids
         return ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
 
@@ -465,16 +465,20 @@ def _read_ids(where: str, wire: Tensor, header_bytes: int, expected_ids: Tensor 
     ids = wire[:header_bytes].clone().view(torch.int64).cpu()
     if expected_ids is not None and not torch.equal(expected_ids.cpu().to(torch.int64), ids):
         problem, expected = f"the samples {ids.tolist()[:8]}", f"{expected_ids.tolist()[:8]}, as this end was told"
-        raise MismatchError(where, found=problem, expected=expected, do="give both ends the same ids")
+        raise MismatchError(where, found=problem, expected=expected, do="pass the same ids to both ends")
     return ids
+
+
+def nonfinite_error(where: str, found: str = "values that are not finite") -> PolicyError:
+    """The error for such values with `nonfinite="raise"`."""
+    advice = 'find out what overflowed, or pass nonfinite="pass" to send such values'
+    return PolicyError(where, found=found, expected=FINITE_VALUES, do=advice)
 
 
 def _raise_if_nonfinite(name: str, count: Tensor | int, context: MessageContext) -> None:
     if int(count):
         where = f"link {name}, micro-batch {context.slot}, tensor {context.tensor}"
-        advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-        problem = f"{int(count)} values that are not finite"
-        raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
+        raise nonfinite_error(where, f"{int(count)} values that are not finite")
 
 
 def _message_key(name: str, slot: int, tensor: int, count: int) -> int:

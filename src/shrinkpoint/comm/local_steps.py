@@ -23,7 +23,7 @@ from shrinkpoint.comm.global_weights import GlobalWeights, describe_tensor, dige
 from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike, LinkStats
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
 from shrinkpoint.comm.round_average import RoundAverage
-from shrinkpoint.comm.state_check import check_entries, check_mapping
+from shrinkpoint.comm.state_check import SAME_ADVICE, STATE_ADVICE, check_entries, check_mapping
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.tree import num_reached, unsupported_feature
 
@@ -149,7 +149,7 @@ class LocalSteps:
     ) -> None:
         validate.check_instance("LocalSteps, model", model, nn.Module, expected="a model", do="pass the module itself")
         self._optimizers = _check_optimizers(optimizer)
-        self._every = validate.check_int("LocalSteps, every", every, do="take 30")
+        self._every = validate.check_int("LocalSteps, every", every, do="pass e.g. 30")
         validate.check_float("LocalSteps, timeout", timeout)
         self._make_outer = make_outer = OuterSGD() if outer is None else outer
         if isinstance(make_outer, type) or not callable(make_outer):
@@ -240,7 +240,7 @@ class LocalSteps:
             MismatchError: it has another configuration, or other weights; or, at the end of the round, ranks loaded
                 different steps.
         """
-        advice = "give what state_dict() of the same rank gave"
+        advice = STATE_ADVICE
         check_entries("LocalSteps", state, _STATE_KEYS)
         for name in ("round", "steps_in_round"):
             validate.check_int(f"LocalSteps, {name} of a state", state[name], minimum=0, do=advice)
@@ -256,7 +256,7 @@ class LocalSteps:
         try:
             self.outer.load_state_dict(copy.deepcopy(state["outer"]))  # an optimizer goes on in the tensors it is given
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            found, advice = f"what {type(self.outer).__name__} does not take ({error!r:.80})", "load it as it was saved"
+            found, advice = f"what {type(self.outer).__name__} does not take ({error!r:.80})", STATE_ADVICE
             raise MismatchError("LocalSteps, outer", found=found, expected="its state", do=advice) from error
         with torch.no_grad():
             self._weights.load(state["weights"])
@@ -265,7 +265,7 @@ class LocalSteps:
 
     def _enter(self, group: dist.ProcessGroup, problem: Problem | None, timeout: float) -> None:
         """Compare models and settings of all ranks of a group, and begin with the weights of rank 0."""
-        advice = "make the same objects and take the same number of steps in the same order on every rank"
+        advice = "make the same objects and take the same steps in the same order on all ranks"
         self._group, self._check = group, ConfigCheck(group, "local steps", "LocalSteps", _compare_facts, advice=advice)
         self._compare(self._setup, problem, timeout)
         frozen = [parameter for parameter in self._frozen.values() if _has_values(parameter)]
@@ -385,12 +385,12 @@ class LocalSteps:
                 found, expected = "a parameter that requires a gradient since", "one that is frozen"
             else:
                 found, expected = "a parameter that was added or replaced since", "one of those that the model had"
-            advice = "delete this LocalSteps, and make it anew after the parameters of a model changed"
+            advice = "delete this LocalSteps, and make a new one after the parameters of a model change"
             return f"LocalSteps, {name}", found, f"{expected}, as when LocalSteps was made", advice
         return _find_unknown_parameter(self._optimizers, self._parameter_ids)
 
     def _find_nonfinite(self) -> Problem | None:
-        advice = "restore an earlier checkpoint on every rank, and look for what overflowed"
+        advice = "restore an earlier checkpoint on every rank, and find out what overflowed"
         for name, weights in self._weights.tensors.items():
             assert weights.grad is not None
             if count := int(count_nonfinite(weights.grad)):
@@ -419,7 +419,7 @@ def _check_optimizers(optimizer: Any) -> list[Optimizer]:
 
 def _check_group(group: Any) -> dist.ProcessGroup:
     """The group, None for the default one; a PolicyError if it is none, or this rank is not in it."""
-    where, expected, advice = "LocalSteps, group", "a process group of this rank", "call init_process_group before"
+    where, expected, advice = "LocalSteps, group", "a process group of this rank", "call init_process_group first"
     if group is None:
         if not dist.is_initialized():
             raise PolicyError(where, found="no process group", expected=expected, do=advice)
@@ -460,9 +460,9 @@ def _compare_facts(messages: Sequence[Any]) -> None:
         for name in {**first, **facts}:
             if first.get(name) != facts.get(name):
                 problem = f"{name}: {first.get(name, 'none')} on rank 0, {facts.get(name, 'none')} on rank {rank}"
-                advice = "give every rank the same model and the same arguments"
+                advice = SAME_ADVICE
                 if name in ("round", "global weights"):
-                    advice = "call step equally often on every rank, and load the state of the same step, or none"
+                    advice = "call step equally often on all ranks, and load the state of the same step, or none"
                 raise MismatchError("LocalSteps", found=problem, expected="the same on all ranks", do=advice)
 
 
@@ -484,10 +484,10 @@ def _find_problem(
     """Why these parameters of a model cannot be averaged, as the parts of an error; None if they can."""
     known = {id(parameter) for parameter in parameters.values()}
     if any(key in _in_use for key in known):
-        advice = "delete the other one, or call its close(), before making one again"
+        advice = "delete the other one, or call its close(), before you make another"
         return "LocalSteps, model", "parameters that another LocalSteps averages", "those of this one alone", advice
     if not parameters:
-        return "LocalSteps, model", "no parameter that requires a gradient", "one or more", "pass what is trained"
+        return "LocalSteps, model", "no parameter that requires a gradient", "one or more", "pass one that trains"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or _has_values(parameter):
             reason = _why_not_sent(parameter)
@@ -499,7 +499,7 @@ def _find_problem(
 def _why_not_sent(parameter: nn.Parameter) -> tuple[str, str, str] | None:
     """Why a parameter cannot be averaged, or sent where it is frozen, as `found`, `expected` and `do` of an error."""
     if is_lazy(parameter):
-        return "a parameter without a shape", "one that has its values", "run the model once before"
+        return "a parameter without a shape", "one that has its values", "run the model once first"
     if parameter.is_meta:
         return "a parameter without values, on the meta device", "one that has them", "materialize the model"
     if isinstance(parameter, DTensor):
@@ -511,7 +511,7 @@ def _why_not_sent(parameter: nn.Parameter) -> tuple[str, str, str] | None:
         found, advice = "a tensor whose elements share memory, as expand() makes it", "give it memory: tensor.clone()"
         return found, "memory for each element", advice
     if parameter.requires_grad and not (parameter.is_floating_point() and parameter.itemsize > 1):
-        return str(parameter.dtype), "a floating-point dtype of 16 bits or more", "let it not require a gradient"
+        return str(parameter.dtype), "a floating-point dtype of 16 bits or more", "set requires_grad=False"
     return None
 
 

@@ -42,7 +42,7 @@ class MomentSteps:
     compressor: Compressor = field(default_factory=lambda: Uniform(4, 64))
 
     def __post_init__(self) -> None:
-        validate.check_float("MomentSteps, step", self.step, maximum=MAX_STEP, do="give 0.7, or 0.5 to lose less")
+        validate.check_float("MomentSteps, step", self.step, maximum=MAX_STEP, do="pass 0.7, or 0.5 to lose less")
         check_compressor("MomentSteps", self.compressor)
 
     @property
@@ -63,7 +63,7 @@ class SecondMoments:
     """
 
     def __init__(self, optimizer: object) -> None:
-        expected, advice = "a torch.optim.Optimizer", "write compress_ddp(model, spec, optimizer=optimizer)"
+        expected, advice = "a torch.optim.Optimizer", "call compress_ddp(model, spec, optimizer=optimizer)"
         validate.check_instance(_WHERE, optimizer, torch.optim.Optimizer, expected=expected, do=advice)
         assert isinstance(optimizer, torch.optim.Optimizer)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
@@ -80,7 +80,7 @@ class SecondMoments:
         """Raise a PolicyError unless the optimizer has at least one of these parameters."""
         if self._settings().keys().isdisjoint(map(id, parameters)):
             found = f"{type(self._optimizer).__name__} of other parameters"
-            raise PolicyError(_WHERE, found=found, expected="the optimizer that trains this model", do="pass that one")
+            raise PolicyError(_WHERE, found=found, expected="the optimizer of this model", do="pass that optimizer")
 
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
         """The second moment of each parameter; None if there is none yet.
@@ -115,7 +115,7 @@ _WHERE = "compress_ddp, optimizer"
 
 
 def _refused(found: str, expected: str) -> PolicyError:
-    return PolicyError(_WHERE, found=found, expected=expected, do='use it, or compress with "q4:64"')
+    return PolicyError(_WHERE, found=found, expected=expected, do='use that, or compress with "q4:64"')
 
 
 def _square_mean(slot: Mapping[Any, Any], settings: Mapping[str, Any]) -> str:

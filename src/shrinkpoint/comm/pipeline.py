@@ -16,7 +16,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, LinkStats, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, stage_check
-from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
+from shrinkpoint.comm.state_check import STATE_ADVICE, check_entries, check_mapping, part_error
 from shrinkpoint.errors import MismatchError, PolicyError
 
 _HANDLE_ATTRIBUTE = "_shrinkpoint_wire"
@@ -181,7 +181,7 @@ class CompressedPipeline:
             problem = f"stages {static} have the shapes that they were built with"
             if not static:
                 problem = f"{type(self._schedule).__name__} of torch {torch.__version__} finds shapes once"
-            advice = "give compress_pipeline a schedule whose stages find their shapes"
+            advice = "pass compress_pipeline a schedule whose stages find their shapes"
             raise PolicyError("reset_shapes", found=problem, do=advice)
         for flag in flags:
             setattr(self._schedule, flag, False)
@@ -215,7 +215,7 @@ class CompressedPipeline:
                 link.load_state_dict(before[name])
             if isinstance(error, MismatchError):
                 raise
-            found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
+            found, do = f"what a feedback does not take ({error!r:.80})", STATE_ADVICE
             raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error
         self._verified_mode = None
 
@@ -314,14 +314,14 @@ def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
         check_stage_api(stage)
     compressed = [stage.stage_index for stage in stages if hasattr(stage, _HANDLE_ATTRIBUTE)]
     if compressed:
-        has, advice = f"stages {compressed} are compressed already", "call detach() on their handle first"
+        has, advice = f"stages {compressed} are compressed already", "first call detach() of their handle"
         raise PolicyError("compress_pipeline", found=has, do=advice)
     return stages, schedule
 
 
 def _check_per_link(per_link: Any, common: Mapping[str, Any], num_stages: int) -> dict[int, Mapping[str, Any]]:
     """The compressors of some boundaries; a PolicyError if there are no such boundaries or directions."""
-    where, do = "compress_pipeline, per_link", 'write e.g. {0: {"forward": "q4"}}'
+    where, do = "compress_pipeline, per_link", 'pass e.g. {0: {"forward": "q4"}}'
     expected = 'a mapping with "forward" or "backward" or both, by the index of a boundary'
     validate.check_instance(where, per_link, Mapping, expected=expected, do=do, allow_none=True)
     overrides, ways = dict(per_link or {}), "forward, backward or both"

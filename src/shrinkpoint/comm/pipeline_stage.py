@@ -291,7 +291,7 @@ class CompressedStage:
             problem = f"{tuple(tensor.shape)} of {tensor.dtype}"
             expected = f"{tuple(meta.shape)} of {meta.dtype}, for which torch made the next stage's buffers"
             advice = (
-                "make all micro-batches alike (drop or pad the last batch), or call reset_shapes() on every rank "
+                "give all micro-batches one shape (drop or pad the last batch), or call reset_shapes() on every rank "
                 "before a step whose micro-batches have another shape"
             )
             raise MismatchError(where, found=problem, expected=expected, do=advice)

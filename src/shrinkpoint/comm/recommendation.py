@@ -112,11 +112,11 @@ def recommend(
     Raises:
         PolicyError: another kind of model, a wrong argument, or a candidate that `compress_ddp` refuses.
     """
-    validate.check_float("recommend, seconds", seconds, do="say how long it may measure")
+    validate.check_float("recommend, seconds", seconds, do="pass the seconds that it may take")
     if max_error is not None:
         validate.check_float("recommend, max_error", max_error, exclusive=False, do="leave it out for any error")
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        advice = "make a list of them, the most accurate first"
+        advice = "pass a list of them, the most accurate first"
         raise validate.argument_error("recommend, candidates", candidates, "a list of compressors", advice)
     expected, advice = "a DistributedDataParallel model", "wrap the model first"
     validate.check_instance("recommend, model", model, DistributedDataParallel, expected=expected, do=advice)
@@ -242,8 +242,8 @@ def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             gradient = noise.to(parameter.device, parameter.dtype)
         if gradient.is_sparse:
-            advice = "give the embedding sparse=False"
-            raise PolicyError(f"recommend, gradient of {name}", found="a sparse one", expected="dense", do=advice)
+            advice = "pass sparse=False to the embedding"
+            raise PolicyError(f"recommend, gradient of {name}", found="a sparse one", expected="a dense one", do=advice)
         last = runs[-1][-1][1] if runs else None
         is_like = last is not None and (last.dtype, last.device) == (gradient.dtype, gradient.device)
         if not is_like or nbytes + gradient.nbytes > model.bucket_bytes_cap:
@@ -252,7 +252,7 @@ def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
         runs[-1].append((parameter, gradient))
         nbytes += gradient.nbytes
     if not runs:
-        advice = "compress a model that trains"
+        advice = "pass a model that trains"
         raise PolicyError("recommend, model", found="no parameter that requires a gradient", do=advice)
     return [_Bucket([p for p, _ in run], [x.detach() for _, x in run], run is runs[-1]) for run in runs]
 

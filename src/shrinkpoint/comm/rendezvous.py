@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shrinkpoint.comm.state_check import SAME_ADVICE
 from shrinkpoint.errors import MismatchError, PolicyError
 
 CONFIG_TIMEOUT = 30.0  # Seconds to wait for the configuration of another rank, by default
@@ -153,11 +154,12 @@ def replica_check(group: dist.ProcessGroup, where: str, config: Mapping[str, Any
     """Publish the configuration of this rank, which must be equal on all ranks. The first `check` compares them."""
 
     def compare(configs: Sequence[Any]) -> None:
-        texts = [json.dumps(config, sort_keys=True) for config in configs]
-        unequal = [rank for rank, text in enumerate(texts) if text != texts[0]]
-        if unequal:
-            problem = f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}"
-            raise MismatchError(where, found=problem, expected="the same on all ranks", do="set all ranks up alike")
+        for rank, own in enumerate(configs):
+            for name in sorted(configs[0].keys() | own.keys()):
+                first, other = (f"{config.get(name)!r:.200}" for config in (configs[0], own))
+                if configs[0].get(name) != own.get(name):
+                    problem = f"{name}: {first} on rank 0, {other} on rank {rank}"
+                    raise MismatchError(where, found=problem, expected="the same on all ranks", do=SAME_ADVICE)
 
     check = ConfigCheck(group, where, where, compare, timeout=timeout)
     check.publish({group.rank(): config})
@@ -175,10 +177,10 @@ def stage_check(group: dist.ProcessGroup | None, num_stages: int) -> ConfigCheck
         differences = [line for lower, upper in pairwise(configs) for line in _stage_differences(lower, upper)]
         if differences:
             problem, expected = "; ".join(differences), "both ends of a link alike"
-            advice = "give every rank the same arguments, and load the state of the same step on every rank"
+            advice = "pass the same arguments, and load the state of the same step, on all ranks"
             raise MismatchError("pipeline", found=problem, expected=expected, do=advice)
 
-    advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
+    advice = "call compress_pipeline, load_state_dict, eval and step in the same order on all ranks"
     return ConfigCheck(group, "wire", "pipeline", compare, count=num_stages, kind="stage", advice=advice)
 
 
@@ -236,8 +238,8 @@ class SampleIdBroadcast:
                 message = self._channel.read(0, timeout, self._step)
             except (TimeoutError, ConnectionError) as error:
                 problem = f"the first stage published no sample ids of step {self._step} within {timeout:g} s"
-                raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error
+                raise MismatchError("pipeline", found=problem, do="begin the same steps on all ranks") from error
         if not message:
             advice = "call set_sample_ids on the rank of the first stage before each step"
-            raise PolicyError("AQSGD", found="no sample ids", expected="one a row of the batch", do=advice)
+            raise PolicyError("AQSGD", found="no sample ids", expected="one for each row of the batch", do=advice)
         return torch.frombuffer(bytearray.fromhex(message), dtype=torch.int64)

@@ -13,6 +13,7 @@ from torch import Tensor
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, CompressedAllReduce, as_feedback
 from shrinkpoint.comm.compressors.sparse import RandomK, TopK
 from shrinkpoint.comm.link import CompressorLike, LinkStats
+from shrinkpoint.comm.state_check import STATE_ADVICE
 from shrinkpoint.errors import MismatchError
 
 
@@ -57,8 +58,8 @@ class SparseAllReduce:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
         if set(state) != {"all-gather"}:
-            problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
-            raise MismatchError("all-gather", found=problem, expected="one of an all-gather", do=advice)
+            problem = f"a state of {sorted(state)}"
+            raise MismatchError("all-gather", found=problem, expected="one of an all-gather", do=STATE_ADVICE)
         self._all_gather.load_state_dict(state["all-gather"])
 
     def residuals(self) -> dict[str, Tensor]:

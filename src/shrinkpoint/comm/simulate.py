@@ -83,24 +83,24 @@ def _check_points(
     expected, advice = "a torch.nn.Module", "pass the model"
     validate.check_instance("insert_compression, model", model, nn.Module, expected=expected, do=advice)
     if isinstance(after, str) or not isinstance(after, Sequence):
-        advice = f"write [{after!r}]"
+        advice = f"pass [{after!r}]"
         raise validate.argument_error("insert_compression, after", after, "a list of names of modules", advice)
     modules = dict(model.named_modules())
     for name in after:
         if name not in modules:
             expected = f"one of {', '.join(filter(None, modules))}"[:400]  # the model itself has no name
-            do = "name modules as `named_modules` does"
+            do = "pass names as `named_modules` gives them"
             raise PolicyError("insert_compression, after", found=repr(name), expected=expected, do=do)
         if after.count(name) > 1 or any(
             isinstance(hook, _BoundaryHook) for hook in modules[name]._forward_hooks.values()
         ):
             problem, expected = f"{name!r}, which is compressed already", "each module once"
-            do = "name it once, and call remove() of earlier points first"
+            do = "pass it once, and first call remove() of earlier points"
             raise PolicyError("insert_compression, after", found=problem, expected=expected, do=do)
     for index, override in overrides.items():
         if index not in range(len(after)) or override.keys() - {"forward", "backward"}:
             problem, expected = f"{index}: {dict(override)}", f"0 to {len(after) - 1}, each with forward or backward"
-            do = 'write e.g. {0: {"forward": "q4"}}'
+            do = 'pass e.g. {0: {"forward": "q4"}}'
             raise PolicyError("insert_compression, per_point", found=problem, expected=expected, do=do)
     return modules
 
@@ -154,10 +154,8 @@ class CompressionPoints:
             MismatchError: it is the state of other points.
         """
         if set(state) != {str(index) for index in range(len(self._points))}:
-            do = "insert the same points as when it was saved"
-            raise MismatchError(
-                "points", found=f"the state of {len(state)}", expected=f"that of {len(self._points)}", do=do
-            )
+            found, do = f"the state of {len(state)}", "insert the same points as when it was saved"
+            raise MismatchError("points", found=found, expected=f"that of {len(self._points)}", do=do)
         for index, point in enumerate(self._points):
             point.load_state_dict(state[str(index)])
 

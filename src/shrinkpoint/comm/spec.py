@@ -71,7 +71,7 @@ def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | MomentSteps
     if isinstance(compressor, str):
         compressor = parse(compressor)
     if isinstance(compressor, LowRank | MomentSteps):
-        advice = "give it to compress_ddp, or take a compressor here"
+        advice = "pass it to compress_ddp, or pass a compressor here"
         found = "a low rank" if isinstance(compressor, LowRank) else "moment steps"
         raise PolicyError(f"compressor {compressor}", found=found, expected="a compressor or feedback", do=advice)
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
@@ -90,7 +90,7 @@ def parse_compressor(text: str) -> Compressor:
     if compressor is None:
         for name, rules in (("a feedback", _FEEDBACKS), ("a low rank", _LOW_RANKS), ("moment steps", _STEPS)):
             if any(re.fullmatch(pattern, text.strip()) for pattern, _ in rules):
-                advice = "write one alone, without what is around it, or the compressor that it has"
+                advice = "write the compressor without what is around it"
                 raise PolicyError(f"spec {text!r}", found=name, expected="a compressor without a memory", do=advice)
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
         advice, plain = "write one of these", "".join(text.lower().split())
@@ -131,9 +131,8 @@ def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
     numbers = [value for name, value in named.items() if name != "dtype"]
     if unknown or not all(re.fullmatch(r"\d+", value) for value in numbers):
         expected = "warmup=, dtype=, most_bytes= and folder= after the compressor, in that order"
-        raise PolicyError(
-            f"spec {text!r}", found=", ".join(options), expected=expected, do='write e.g. "aq(q4:64, warmup=1)"'
-        )
+        found, do = ", ".join(options), 'write e.g. "aq(q4:64, warmup=1)"'
+        raise PolicyError(f"spec {text!r}", found=found, expected=expected, do=do)
     typed: dict[str, Any] = {name: value if name == "dtype" else int(value) for name, value in named.items()}
     return AQSGD(parse_compressor(spec), **typed, folder=folder)
 

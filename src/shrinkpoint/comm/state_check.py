@@ -8,7 +8,8 @@ from typing import Any
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError
 
-_ADVICE = "give what state_dict() of the same rank gave"
+STATE_ADVICE = "load what state_dict() returned on the same rank"
+SAME_ADVICE = "pass the same model and settings on all ranks"
 
 
 def check_entries(where: str, state: object, names: Collection[str]) -> Mapping[str, Any]:
@@ -22,7 +23,7 @@ def check_entries(where: str, state: object, names: Collection[str]) -> Mapping[
     found = validate.type_name(state)
     if isinstance(state, Mapping):
         found = f"a state of {sorted(map(str, state))}"[:200]
-    raise MismatchError(where, found=found, expected=f"one of {sorted(names)}", do=_ADVICE)
+    raise MismatchError(where, found=found, expected=f"one of {sorted(names)}", do=STATE_ADVICE)
 
 
 def check_mapping(where: str, value: object) -> Mapping[str, Any]:
@@ -34,4 +35,4 @@ def check_mapping(where: str, value: object) -> Mapping[str, Any]:
 
 def part_error(where: str, found: str, expected: str) -> MismatchError:
     """The error for a part of a state that cannot be loaded."""
-    return MismatchError(where, found=found, expected=expected, do=_ADVICE)
+    return MismatchError(where, found=found, expected=expected, do=STATE_ADVICE)

@@ -30,7 +30,7 @@ from shrinkpoint.comm.compressed_allreduce import (
     reduce_numbers,
     share_numel,
 )
-from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, check_nonfinite
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, check_nonfinite, nonfinite_error
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.errors import PolicyError
 
@@ -110,7 +110,7 @@ class TensorParallelCompression:
         self._checks: dict[tuple[int, ...], ConfigCheck] = {}
         if not isinstance(plan, ParallelStyle):
             expected = "a style of torch, or a dict of them by the names of modules"
-            advice = 'write {"up": ColwiseParallel()}'
+            advice = 'pass e.g. {"up": ColwiseParallel()}'
             validate.check_instance("compress_tensor_parallel, plan", plan, Mapping, expected=expected, do=advice)
         styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
         specs = {way: feedback and feedback.spec for way, feedback in self._feedbacks.items()}
@@ -180,8 +180,7 @@ class _PlacementExchange:
             if not isinstance(target, Replicate):  # ranks have different results
                 [count] = reduce_numbers([count], group, local.device)
             if count:
-                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-                raise PolicyError(self._name, found="values that are not finite", do=advice)
+                raise nonfinite_error(self._name)
         return _from_local(local, mesh, target, tensor)
 
     def _find_exchange(
@@ -372,7 +371,7 @@ class _ModuleStyle(_CompressedStyle):
         def change(tensors: tuple[Any, ...], sources: Any, targets: Any, *, is_local: bool) -> list[Any]:
             if len(tensors) != len(sources):
                 found, expected = f"{len(tensors)} tensors", f"{len(sources)}, as many as layouts"
-                advice = "give a layout, or None, for each of them"
+                advice = "pass a layout, or None, for each of them"
                 raise PolicyError(f"plan[{self._name!r}]", found=found, expected=expected, do=advice)
             return [
                 _change(tensor, device_mesh, source, target, exchanges, is_local=is_local)

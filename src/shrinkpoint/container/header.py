@@ -21,7 +21,7 @@ from shrinkpoint.container.strict_json import (
     load_json,
     nbytes_of,
 )
-from shrinkpoint.errors import TruncatedError
+from shrinkpoint.errors import RESTORE_ADVICE, TruncatedError
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON
 
 ALIGN = 8
@@ -101,7 +101,7 @@ def decode_header(source: Readable, where: str) -> Header:
     metadata = expect_type(outer.pop("__metadata__", None), dict, where, '"__metadata__"')
     document = expect_type(metadata.get("shrinkpoint"), str, where, '"shrinkpoint" in the metadata')
     if len(metadata) != 3:
-        raise corrupt_error(where, f"metadata with the keys {sorted(metadata)}", "the three of our format")
+        raise corrupt_error(where, f"metadata with the keys {sorted(metadata)}", "three of them")
     slots, end = _parse_slots(outer, where)
     size = len(data) + end
     if source.size < size:
@@ -131,7 +131,7 @@ def read_header(source: Readable, where: str) -> tuple[bytes, str]:
         raise _truncated_error(where, f"{source.size} bytes", f"{8 + length} for the header alone")
     data = bytes(source.read(0, 8 + length))
     if not data[8:].startswith(PREFIX):
-        found, do = f"a header that begins with {data[8:40]!r}", "open it with safetensors, if it is another program's"
+        found, do = f"a header that begins with {data[8:40]!r}", "if another program wrote it, open it with safetensors"
         raise corrupt_error(where, found, "the beginning of a shrinkpoint header", do)
     stored = data[_DIGEST_SLICE].decode("latin-1")
     digest = xxh3_128(data[: _DIGEST_SLICE.start] + _BLANK_DIGEST + data[_DIGEST_SLICE.stop :])
@@ -160,13 +160,12 @@ def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...]
         begin, end = offsets
         if begin != cursor:
             fault = "overlaps the previous one" if begin < cursor else "leaves a hole before it"
-            found = f"{what}, which begins at {begin} and {fault}"
-            raise corrupt_error(where, found, f"a beginning at {cursor}")
+            found = f"{what}, which begins at byte {begin} and {fault}"
+            raise corrupt_error(where, found, f"byte {cursor}")
         slots.append(Slot(name, dtype, shape, begin, end))
         cursor = end
     return tuple(slots), cursor
 
 
 def _truncated_error(where: str, found: str, expected: str) -> TruncatedError:
-    advice = "restore another checkpoint, or fetch an intact copy of this file"
-    return TruncatedError(where, found=f"only {found}", expected=expected, do=advice)
+    return TruncatedError(where, found=f"only {found}", expected=expected, do=RESTORE_ADVICE)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from shrinkpoint._native import Hasher, xxh3_128
 from shrinkpoint.container.header import Readable
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
-from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
+from shrinkpoint.errors import VERSION_ADVICE, CorruptError, TruncatedError, VersionError
 from shrinkpoint.tensors.info import JSON
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -100,8 +100,8 @@ class JournalFile:
             raise corrupt_error(where, "a header that contradicts its digest", "the bytes that were written", _DO)
         self.fields = expect_type(load_json(text, where, "the header"), dict, where, "the header")
         if (version := self.fields.pop("format", None)) != JOURNAL_FORMAT:
-            found, do = f"format {version!a:.20}", "read it with the release that wrote it, or a newer one"
-            raise VersionError(where, found=found, expected=f"{JOURNAL_FORMAT}", do=do)
+            found = f"format {version!a:.20}"
+            raise VersionError(where, found=found, expected=f"{JOURNAL_FORMAT}", do=VERSION_ADVICE)
         self.end = begin + length
 
     def records(self) -> Iterator[JournalRecord]:

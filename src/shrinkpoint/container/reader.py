@@ -12,7 +12,7 @@ from shrinkpoint.container.header import Readable
 from shrinkpoint.container.index import parse_index
 from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, RecordHead, parse_metadata_v1
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, shorten
-from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionError
+from shrinkpoint.errors import VERIFY_ADVICE, VERSION_ADVICE, CorruptError, FormatError, StorageError, VersionError
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
@@ -43,8 +43,8 @@ class FileReader:
             version = expect_type(head.fields.get("format"), int, where, "the format version")
             if version > FORMAT_VERSION:
                 found = shorten(f"format version {version}, written by {head.fields.get('writer')!r}")
-                expected, do = f"at most version {FORMAT_VERSION}", "read it with that release, or a newer one"
-                raise VersionError(where, found=found, expected=expected, do=do)
+                expected = f"at most version {FORMAT_VERSION}"
+                raise VersionError(where, found=found, expected=expected, do=VERSION_ADVICE)
             if version < 1:
                 raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")
             fields, records = parse_metadata_v1(head, where) if version == 1 else parse_index(head, source, where)
@@ -133,5 +133,4 @@ class FileReader:
             raise self._corrupt_error(record, part, f"stored digest {digest}", entry.digest)
 
     def _corrupt_error(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
-        advice = "restore another checkpoint; `shrinkpoint verify` lists all damage"
-        return corrupt_error(f"{self.where}: {record.label}, part {part!r}", found, expected, advice)
+        return corrupt_error(f"{self.where}: {record.label}, part {part!r}", found, expected, VERIFY_ADVICE)

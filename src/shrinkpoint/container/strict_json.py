@@ -10,7 +10,7 @@ from itertools import chain
 from reprlib import Repr
 from typing import NoReturn, TypeVar
 
-from shrinkpoint.errors import CorruptError
+from shrinkpoint.errors import RESTORE_ADVICE, CorruptError
 from shrinkpoint.tensors.info import JSON
 
 MAX_JSON_DEPTH = 256
@@ -32,10 +32,9 @@ _brief = Repr()
 _brief.maxstring = _brief.maxother = 60
 
 
-def corrupt_error(where: str, found: str, expected: str, do: str = "") -> CorruptError:
+def corrupt_error(where: str, found: str, expected: str, do: str = RESTORE_ADVICE) -> CorruptError:
     """Return the error for bytes that violate the format."""
-    advice = do or "restore another checkpoint, or fetch an intact copy of this file"
-    return CorruptError(where, found=shorten(found), expected=shorten(expected), do=advice)
+    return CorruptError(where, found=shorten(found), expected=shorten(expected), do=do)
 
 
 def shorten(text: str) -> str:

@@ -120,18 +120,18 @@ class FileWriter:
         if count > limit:
             found = f"an index of {count} lists and objects"
             do = "save many small values as one tensor or text, or the state in several files"
-            raise PolicyError("container", found=found, expected=f"at most {limit}", do=do)
+            raise PolicyError("state", found=found, expected=f"at most {limit}", do=do)
         if max(len(index), len(text)) > MAX_INDEX_BYTES:
             found = f"an index of {len(index)} bytes, from {len(text)} of JSON, for {len(self._tensors)} tensors"
             expected, do = f"at most {MAX_INDEX_BYTES} of each", "save the state in several files"
-            raise PolicyError("container", found=found, expected=expected, do=do)
+            raise PolicyError("state", found=found, expected=expected, do=do)
         self._layout.end(len(index), marked=True)
         (self._sink if self._spooled is None else self._spooled).write(index)
         data, digest = header.encode_header(_metadata_json(index), self._layout.slots, self._reserved - 8)
         if len(data) - 8 > header.MAX_HEADER_BYTES:
             found = f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors"
             expected, do = f"at most {header.MAX_HEADER_BYTES}", "save the state in several files"
-            raise PolicyError("container", found=found, expected=expected, do=do)
+            raise PolicyError("state", found=found, expected=expected, do=do)
         if self._spooled is None:
             self._shift_payload(len(data) - self._reserved)
             self._sink.seek(0)
@@ -187,7 +187,7 @@ def _metadata_json(index: bytes) -> str:
 
 
 def _record_error(encoded: EncodedRecord, fault: str) -> PolicyError:
-    return PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
+    return PolicyError(f"record {encoded.name!r}", found=fault, do="report this bug of the scheme")
 
 
 def _to_json(value: JSON, where: str) -> str:
@@ -203,7 +203,6 @@ def _to_json(value: JSON, where: str) -> str:
         reason = str(error)
     if reason:
         expected = f"JSON of at most {_MAX_VALUE_DEPTH} levels"
-        raise StateError(
-            where, found=f"what JSON does not take ({reason})", expected=expected, do="pass plain values of JSON"
-        )
+        found = f"a value that JSON cannot hold ({reason})"
+        raise StateError(where, found=found, expected=expected, do="pass plain values of JSON")
     return text

@@ -80,7 +80,7 @@ def read_metadata(directory: Path) -> ParsedMetadata:
     path = directory / METADATA_FILE
     if path.stat().st_size > MAX_METADATA_BYTES:
         found, expected = f"{path.stat().st_size} bytes of metadata", f"at most {MAX_METADATA_BYTES}"
-        raise CorruptError(str(path), found=found, expected=expected, do="save it in several directories")
+        raise CorruptError(str(path), found=found, expected=expected, do="split it into several directories")
     return parse_metadata(read_bytes(path), str(path))
 
 
@@ -129,7 +129,7 @@ def write(directory: Path, content: Any) -> None:
             if disk_error is not None:
                 raise disk_error from error
             found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
-            where, expected = str(directory), "names of their own"
+            where, expected = str(directory), "a name for each value"
             raise PolicyError(where, found=found, expected=expected, do="write a torch file") from error
 
 
@@ -401,7 +401,7 @@ def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where:
             if not isinstance(nest, dict) or id(nest) in leaf_ids:
                 break
         if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
-            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
+            found, expected = f"{name!r:.80} at the path of another value", "a path for each value"
             raise CorruptError(where, found=found, expected=expected, do="fetch it again")
         nest[last] = value
     state: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
@@ -418,5 +418,5 @@ def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:
         return items
     if sorted(numbers) != list(range(len(items))):
         found = f"a list with the indices {numbers!r:.80}"
-        raise CorruptError(where, found=found, expected="all from 0 on", do="fetch it again")
+        raise CorruptError(where, found=found, expected="indices from 0 without a gap", do="fetch it again")
     return [items[index] for index in range(len(items))]

@@ -206,7 +206,7 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
         do = f"name the store, and add --step {number}" if is_step else "check the path"
         raise NotFoundError(str(path), found="no such file or directory", do=do)
     if not path.is_file() and not path.is_dir():  # a pipe, which might never end
-        raise NotFoundError(str(path), found=what_is_at(path), expected="a file or a directory", do="name another")
+        raise NotFoundError(str(path), found=what_is_at(path), expected="a file or a directory", do="check the path")
     series = _discover_at(path.resolve() if path.name in ("", "..") else path)
     matches = [
         checkpoint
@@ -219,12 +219,12 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
         like = f" like {' or '.join(only)}" if only else ""
         names = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in series.checkpoints[:8])
         found, expected = f"no checkpoint{of_step}{like}", f"one of {names}"
-        raise NotFoundError(str(path), found=found, expected=expected, do="choose among these")
+        raise NotFoundError(str(path), found=found, expected=expected, do="choose one of them")
     steps: dict[int, SourceCheckpoint] = {}
     for checkpoint in matches:
         if checkpoint.step in steps:
             found = f"step {checkpoint.step} twice: {steps[checkpoint.step].name} and {checkpoint.name}"
-            expected, do = "one checkpoint a step", "choose with --only"
+            expected, do = "one checkpoint for each step", "choose one with --only"
             raise PolicyError(str(path), found=found, expected=expected, do=do)
         steps[checkpoint.step] = checkpoint
     return CheckpointSeries([steps[step] for step in sorted(steps)], series.ignored_paths, series.is_run_dir)

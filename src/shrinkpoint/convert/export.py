@@ -57,7 +57,7 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
     if not as_torch:
         for name, tensor in tensors.items():
             if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
-                found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
+                found, do = f"dtype {dtype_name(tensor.dtype)}", "add --to torch, or leave it out with --only"
                 raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
     with atomic_replace(out) as temporary:
         if as_torch:
@@ -120,7 +120,7 @@ def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
     origin = origin_info(state)
     if requested_form == "original":
         if origin is None:
-            expected, do = "a converted checkpoint, which names its original form", "say --to torch, safetensors or dcp"
+            expected, do = "one that was, which names its original form", "add --to torch, safetensors or dcp"
             raise PolicyError(where, found="a checkpoint that was not converted", expected=expected, do=do)
         return origin
     if origin is not None and origin["form"] == requested_form:
@@ -168,7 +168,7 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
             content, num_omitted = _tensors_by_name(content)
             info["metadata"] = {"format": "pt"}
         if out.name in ("", ".."):
-            raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
+            raise PolicyError(str(out), found="a directory in use", expected="a new name", do="choose another name")
         with atomic_replace(out) as temporary:
             if form in ("folder", "dcp"):
                 temporary.mkdir()
@@ -179,7 +179,7 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
             elif form in ("safetensors", "torch"):
                 directory.write_part(temporary, content, info)
             else:
-                do = "use a newer release, or say --to torch"
+                do = "use a newer release, or add --to torch"
                 raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
             check_no_loss(out, temporary)
         return num_omitted
@@ -187,7 +187,7 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
         if isinstance(error, ShrinkpointError):
             raise
         found = f"a converted checkpoint that contradicts itself ({type(error).__name__}: {error!s:.80})"
-        raise CorruptError(str(out), found=found, expected="as convert writes it", do="say --to torch") from error
+        raise CorruptError(str(out), found=found, expected="one that convert wrote", do="add --to torch") from error
 
 
 def describe_written_difference(out: Path, state: Any, description: Mapping[str, Any], *, exact: bool) -> str:

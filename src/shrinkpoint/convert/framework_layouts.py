@@ -124,5 +124,5 @@ def _numpy_rng_state(rng_states: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _layout_error(path: Path, framework: str) -> PolicyError:
-    expected, do = f"a checkpoint as the integration of {framework} writes it", "say --to torch"
+    expected, do = f"a checkpoint that shrinkpoint wrote for {framework}", "add --to torch"
     return PolicyError(str(path), found="other contents", expected=expected, do=do)

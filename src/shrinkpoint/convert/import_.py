@@ -210,7 +210,7 @@ def verify_import(
             difference = describe_structure_difference(state, decoded.tree, shapes)
         if difference:
             where = f"{storage.describe()}, step {manifest.step}"
-            do = f"see that nothing writes to {source.name}; if it is newer than what was stored, {_HOW_TO_REPLACE}"
+            do = f"make sure that nothing writes to {source.name}; if the stored one is older, {_HOW_TO_REPLACE}"
             raise CorruptError(where, found=difference, expected=f"what {source.name} holds", do=do)
         yield manifest.step, is_exact
 

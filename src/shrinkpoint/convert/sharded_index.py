@@ -83,7 +83,7 @@ def _read_shard(path: Path, shard: Path, form: str) -> Part:
     part = torch_file.read(shard)
     if type(part.content) is not dict or not all(type(name) is str for name in part.content):
         found = f"a shard that holds {type(part.content).__name__}"
-        raise StateError(str(shard), found=found, expected="a dict of tensors by name", do="convert the shards alone")
+        raise StateError(str(shard), found=found, expected="a dict of tensors by name", do="convert each shard alone")
     return part
 
 

@@ -61,5 +61,5 @@ def run_kernels(device: torch.device, work: Callable[[Any], T | None]) -> T | No
 def _give_up(error: Exception) -> None:
     _failures.append(error)
     reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    advice = f"torch operations, which are slower, give the same bits. {SWITCH}=0 turns kernels off"
+    advice = f"torch operations replace kernels, with the same bits, but slower. Set {SWITCH}=0 to turn kernels off"
     warn_user(f"a Triton kernel failed ({reason}): {advice}", RuntimeWarning)

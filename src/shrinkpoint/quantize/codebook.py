@@ -63,7 +63,7 @@ def check_bins(bins: int, first_code: int) -> None:
     """Raise PolicyError unless `bins` centers after `first_code` codes of fixed meaning fit into a byte."""
     max_bins = MAX_CODES - first_code
     if not 1 <= bins <= max_bins:
-        raise PolicyError("bins", found=f"{bins}", expected=f"1 to {max_bins}", do="ask for a number in that range")
+        raise PolicyError("bins", found=f"{bins}", expected=f"1 to {max_bins}", do="pass a number in that range")
 
 
 def _midpoints(centers: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def sample_weights(values: HistogramArray, counts: HistogramArray, sigma: float 
         PolicyError: `sigma` is not from 0 to 1.
     """
     if not 0 <= sigma <= 1:
-        raise PolicyError("sigma", found=f"{sigma}", expected="0 to 1", do="take the default, 0.2")
+        raise PolicyError("sigma", found=f"{sigma}", expected="0 to 1", do="pass 0.2, the default")
     return sigma * _normalize(to_float64(counts)) + (1 - sigma) * _normalize(to_float64(values).abs())
 
 
@@ -151,7 +151,7 @@ def kmeans_codebook(
     """
     check_bins(bins, RESERVED_CODES)
     if init is not None and init.numel() != bins:
-        raise PolicyError("start", found=f"{init.numel()} centers", expected=f"{bins}", do="start without them")
+        raise PolicyError("init", found=f"{init.numel()} centers", expected=f"{bins}", do="leave init out")
     previous = None if init is None else to_float64(init).reshape(-1)
     present = to_float64(counts) > 0
     cells, cell_counts = to_float64(values)[present], to_float64(counts)[present]
@@ -270,4 +270,4 @@ def _check_mask(name: str, mask: Tensor, tensor: Tensor) -> Tensor:
     if mask.shape == tensor.shape:
         return mask
     found, expected = f"a mask of shape {list(mask.shape)}", f"{list(tensor.shape)}, that of the tensor"
-    raise PolicyError(name, found=found, expected=expected, do="give one bool for every value")
+    raise PolicyError(name, found=found, expected=expected, do="pass one bool for each value")

@@ -76,7 +76,7 @@ def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> l
             f"at least {min_bins}, at most {max_bins}",
             f"two powers of two in ascending order, at most {MAX_CODES}",
         )
-        raise PolicyError("bins", found=found, expected=expected, do="take 8, 16, ... 256")
+        raise PolicyError("bins", found=found, expected=expected, do="pass two of 8, 16, ... 256")
     low, high = min(entropies, default=0.0), max(entropies, default=0.0)
     min_bits, max_bits = math.log2(min_bins), math.log2(max_bins)
     fractions = [(entropy - low) / (high - low) if high > low else 1.0 for entropy in entropies]
@@ -120,12 +120,12 @@ def quantize_log(
     """
     check_bins(bins, RESERVED_CODES)
     if signed and bins < 2:
-        raise PolicyError("bins", found=f"{bins}", expected="one for each sign", do="ask for two at least")
+        raise PolicyError("bins", found=f"{bins}", expected="at least one for each sign", do="pass 2 or more")
     if not 0 <= share < 1:
-        raise PolicyError("share", found=f"{share}", expected="0 or more, below 1", do="take the default, 0.001")
+        raise PolicyError("share", found=f"{share}", expected="0 or more, below 1", do="pass 0.001, the default")
     flat = tensor.detach().float()
     if not signed and bool((flat < 0).any()):
-        expected = "none, as signed is false"
+        expected = "no negative value with signed=False"
         raise PolicyError("tensor", found="a negative value", expected=expected, do="pass signed=True")
     magnitudes = flat.abs()
     low, high = limits or log_range(magnitudes, share)

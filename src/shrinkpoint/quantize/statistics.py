@@ -97,7 +97,7 @@ class LogHistogram:
             low, high = (float(limit) for limit in torch.aminmax(block))
             if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
                 found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
-                do = "leave this tensor as it is, or look where it diverged"
+                do = "leave this tensor as it is, or find out where it diverged"
                 raise StateError(where, found=f"the value {found}", expected="values that are finite in float32", do=do)
             logs = block.abs().clamp_(min=MIN_MAGNITUDE).log_().mul_(1 / _log_gamma(alpha)).ceil_()
             ids.view(-1)[start : start + step] = logs.sub_(_bucket_offset(alpha)).mul_(block.sign())
@@ -154,9 +154,7 @@ class LogHistogram:
             PolicyError: `q` is not between 0 and 1, or nothing was counted.
         """
         if not 0 <= q <= 1:
-            raise PolicyError(
-                "quantile", found=f"q = {q}", expected="a number from 0 to 1", do="pass a share, such as 0.99"
-            )
+            raise PolicyError("q", found=f"{q}", expected="a share from 0 to 1", do="pass e.g. 0.99")
         return self.value_at_rank(math.floor(q * (self.count - 1)))
 
     def value_at_rank(self, rank: int) -> float:
@@ -170,7 +168,7 @@ class LogHistogram:
         cumulative = self.counts.cumsum(0)
         if not 0 <= rank < int(cumulative[-1]):
             expected = f"one of {int(cumulative[-1])} values"
-            raise PolicyError("rank", found=f"{rank}", expected=expected, do="count values first")
+            raise PolicyError("rank", found=f"{rank}", expected=expected, do="pass a rank below count")
         position = torch.searchsorted(cumulative, rank, right=True)
         return float(self._bucket_values(position.cpu()))
 
@@ -213,10 +211,8 @@ def _log_gamma(alpha: float) -> float:
     `(1 + a) * exp(_LOG_ERROR) <= 1 + alpha`.
     """
     if not _MIN_ALPHA <= alpha <= _MAX_ALPHA:
-        do = "pass e.g. 0.01"
-        raise PolicyError(
-            "alpha", found=f"{alpha}", expected=f"a relative error from {_MIN_ALPHA} to {_MAX_ALPHA}", do=do
-        )
+        expected = f"a relative error from {_MIN_ALPHA} to {_MAX_ALPHA}"
+        raise PolicyError("alpha", found=f"{alpha}", expected=expected, do="pass e.g. 0.01")
     return 2 * math.atanh((1 + alpha) * math.exp(-_LOG_ERROR) - 1)
 
 

@@ -131,7 +131,7 @@ def finite_or_text(value: Any) -> Any:
 
 def check_seed(seed: Any) -> int:
     """A seed as generators take it; raises PolicyError if it is none."""
-    return validate.check_int("seed", seed, minimum=0, maximum=MAX_SEED, do="take 0")
+    return validate.check_int("seed", seed, minimum=0, maximum=MAX_SEED, do="pass 0")
 
 
 def check_recorder(where: str, value: Any, attribute: str) -> Any:
@@ -145,9 +145,8 @@ def check_recorder(where: str, value: Any, attribute: str) -> Any:
     """
     if value is None or not (isinstance(value, type) or callable(getattr(value, attribute, len))):
         return value
-    raise validate.argument_error(
-        where, value, "a recorder such as shrinkpoint.train.GradientRecorder(model)", "make one, and attach it"
-    )
+    expected = "a recorder such as shrinkpoint.train.GradientRecorder(model)"
+    raise validate.argument_error(where, value, expected, "make one, and attach it")
 
 
 def _is_default(value: object, default: object) -> bool:

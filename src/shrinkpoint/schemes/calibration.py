@@ -179,7 +179,7 @@ class Calibration:
             return failure
         if broken is not None:
             observation = f"evaluate returned {broken} for the state itself"
-            return EvaluateProblem(observation, "see whether training has diverged")
+            return EvaluateProblem(observation, "check whether training has diverged")
         # The median of all answers; with examples only if all are equal, since otherwise they are of other examples.
         first = readings[0]
         are_equal = all(reading.equals(first) for reading in readings) and all(value == first.value for value in values)

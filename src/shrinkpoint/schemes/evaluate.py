@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint import humanize
-from shrinkpoint.errors import PolicyError, warn_user
+from shrinkpoint.errors import PolicyError, error_text, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
 from shrinkpoint.schemes.confidence_interval import paired_mean_interval
@@ -336,7 +336,7 @@ class TrialEvaluator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return Reading(math.nan, failure=f"{type(error).__name__}: {error}", advice=MEMORY_ADVICE)
+            return Reading(math.nan, failure=error_text(error), advice=MEMORY_ADVICE)
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A gradient recorder's values by name in the state, given those by name in the model; none without a model."""
@@ -379,7 +379,7 @@ class ModelEvaluator(TrialEvaluator):
         self._model, self._prefix = model, prefix
         self._modules = [*iter_modules(model)]
         if not self._modules:
-            found, do = f"a {type(model).__name__}", "pass the module, or choose the setting yourself with config="
+            found, do = f"a {type(model).__name__}", "pass the module, or a setting as config="
             raise PolicyError("model", found=found, expected="a torch.nn.Module that can be evaluated", do=do)
         names_by_address = {
             tensor.data_ptr(): name for name, tensor in state.tensors.items() if name.startswith(prefix)
@@ -487,8 +487,8 @@ class ShardedModelEvaluator(TrialEvaluator):
             return
         gather = global_tensors.collectives.all_gather
         if not any(gather(bool(self.quantizable))):
-            found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
-            raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
+            found, do = "no weight that is a parameter of the model in memory", "pass the saved model as model="
+            raise PolicyError("evaluate", found=found, expected="tensors that share memory with the model", do=do)
         names: dict[str, Sequence[str]] = {
             name: self._names_by_address.get(local.data_ptr(), ())
             for module in self._modules
@@ -499,7 +499,7 @@ class ShardedModelEvaluator(TrialEvaluator):
         self.copied = frozenset(saved for name in copied for saved in names.get(name, ()))
         self.quantizable = (self.quantizable or frozenset()) - self.copied
         if not any(gather(bool(self.quantizable))):
-            found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
+            found, do = "copies of it on ranks that do not save it", "pass a scheme that measures nothing"
             raise PolicyError(copied[0], found=found, expected="a model in parts, each on one rank", do=do)
         if matrices := sorted(name for name in self.copied if self._state.tensors[name].dim() > 1):
             warn_user(f"weights that several ranks hold stay exact: {humanize.names(matrices)}. Shard them")
@@ -556,11 +556,10 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         with callers_default():
             return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
         expected = "a number, or a 1-D tensor, array or list of the examples' losses"
         do = "make evaluate take what is saved (a model, or a state) and return a loss or a score"
         do = MEMORY_ADVICE if is_out_of_memory(error) else do
-        raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
+        raise PolicyError("evaluate", found=error_text(error), expected=expected, do=do) from error
 
 
 def _without_replicas(module: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from shrinkpoint.codec.reference import (
     TensorSource,
     to_host,
 )
-from shrinkpoint.errors import warn_user
+from shrinkpoint.errors import error_text, warn_user
 from shrinkpoint.quantize.levels import (
     CELL_SHIFT,
     MAX_SHARE_BELOW,
@@ -246,4 +246,4 @@ def _memory_shortage(error: Exception) -> str:
     if not is_out_of_memory(error):
         raise error
     _log.info("no memory to plan", exc_info=error)
-    return f"out of memory while planning this checkpoint ({type(error).__name__}: {error})"
+    return f"out of memory while planning this checkpoint ({error_text(error)})"

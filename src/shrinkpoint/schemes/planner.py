@@ -406,13 +406,13 @@ def check_shardable(scheme: Scheme, *, measures: bool = False) -> None:
     if isinstance(scheme, Lossless):
         return
     if not isinstance(scheme, Planner | ResidualScheme):
-        expected, do = "a scheme that several ranks can decide together", "take one of this library's"
+        expected, do = "a scheme that several ranks can decide together", "pass one of shrinkpoint's schemes"
         raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
     if isinstance(scheme, Planner) and scheme.shares_trials:
-        found, do = "ranks that share the trials of one state", "leave group= away: all ranks measure each trial"
+        found, do = "ranks that share the trials of one state", "leave group= out: all ranks measure each trial"
         raise PolicyError("group", found=found, expected="None, where ranks have parts of the state", do=do)
     if isinstance(scheme, Planner) and scheme.needs_evaluation and not measures:
-        found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
+        found, do = "no model that is saved", "pass it as model=, or a scheme that measures nothing"
         raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
 
 
@@ -430,7 +430,7 @@ def _plan(
     reports = tensors.collectives.all_gather((zlib.crc32(description.encode()), lacks_reference, is_no_base))
     if len({digest for digest, *_ in reports}) > 1:
         found = " and ".join(sorted({*tensors.collectives.all_gather(description)}))
-        raise MismatchError("scheme", found=found, expected="the same on all ranks", do="set all ranks up alike")
+        raise MismatchError("scheme", found=found, expected="the same on all ranks", do="pass one scheme on all ranks")
     if any(without_reference for _, without_reference, _ in reports):
         reference = None
     if reference is not None and any(without_base for *_, without_base in reports):

@@ -53,11 +53,11 @@ def get_scheme(scheme: object) -> Scheme:
         do = 'leave scheme= out, or pass "lossless", for exact values'
         raise PolicyError("scheme", found="None", expected=_EXPECTED, do=do)
     if isinstance(scheme, type) and hasattr(scheme, "id"):
-        found, do = validate.describe_value(scheme), f"make one: {scheme.__name__}(...)"
+        found, do = validate.describe_value(scheme), f"pass {scheme.__name__}(...)"
         raise PolicyError("scheme", found=found, expected="an instance of it", do=do)
     has_methods = all(callable(getattr(scheme, method, None)) for method in ("quantize", "encode"))
     if isinstance(scheme, type) or not has_methods:
-        raise validate.argument_error("scheme", scheme, _EXPECTED, "make a scheme, or name one")
+        raise validate.argument_error("scheme", scheme, _EXPECTED, "pass a scheme, or its text")
     return cast(Scheme, scheme)
 
 
@@ -76,7 +76,7 @@ def scheme_factory(text: str) -> partial[Scheme]:
     match = _PATTERN.fullmatch(text) if len(text) <= MAX_TEXT else None
     if match is None:
         expected = 'a name, or a name with settings: "fisher(relative_error=0.3)"'
-        raise validate.argument_error("scheme", text, expected, "write it so")
+        raise validate.argument_error("scheme", text, expected, "pass such a text")
     scheme_class = _find_class(match[1], text)
     return partial(scheme_class, **_parse_settings(text, scheme_class, match[2] or ""))
 
@@ -88,10 +88,10 @@ def _find_class(name: str, text: str) -> Callable[..., Scheme]:
     if name in added:
         return cast(Callable[..., Scheme], added[name].load())
     known = dict.fromkeys((*_REGISTRY, *(entry.name for entry in added.values())))
-    do = "name a known one"
+    do = "choose one of them"
     if name in _LABORATORY:
         do = f"install the laboratory, which has {name!r}: pip install ./lab, in a checkout of shrinkpoint"
-    raise validate.argument_error("scheme", text, " or ".join(map(repr, known)), do)
+    raise validate.argument_error("scheme", text, f"one of {', '.join(map(repr, known))}", do)
 
 
 def needs_evaluation(text: str) -> bool:
@@ -142,7 +142,7 @@ def make_scheme(
     factory = scheme_factory(text)
     if calibrate is not None:
         if "calibrate" not in inspect.signature(factory.func).parameters:
-            raise PolicyError(text, found="calibrate", expected="fisher", do="leave it out, or name that scheme")
+            raise PolicyError(text, found="calibrate", expected="the scheme fisher", do="leave calibrate out")
         factory = partial(factory, calibrate=calibrate)
     if not needs_evaluation(text):
         return factory()
@@ -176,9 +176,9 @@ def _parse_settings(text: str, scheme_class: Callable[..., Scheme], settings_tex
     names = [name for name in inspect.signature(scheme_class).parameters if name not in _OBJECT_SETTINGS]
     for name in settings:
         if name not in names:
-            advice = "choose one of these"
+            advice = "choose one of them"
             if name in _OBJECT_SETTINGS:
-                advice = "that is no plain value: make the scheme in Python, or pass it on the command line"
+                advice = f"{name} is no plain value: make the scheme in Python, or use the option of a command"
             found = f"{name}= in {validate.describe_value(text)}"
-            raise PolicyError("scheme", found=found, expected=", ".join(names), do=advice)
+            raise PolicyError("scheme", found=found, expected=f"one of {', '.join(names)}", do=advice)
     return settings

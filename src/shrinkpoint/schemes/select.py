@@ -81,10 +81,8 @@ class TensorSelection:
             if is_large_weight(state.tensors[name])
         ]
         if outside:
-            warn_user(
-                f"trained weights that are not parameters of `model` stay exact: {humanize.names(outside)}. "
-                "Pass their modules as model=, with a state_dict that shares memory"
-            )
+            text = f"trained weights that are not parameters of `model` stay exact: {humanize.names(outside)}"
+            warn_user(f"{text}. Pass their modules as model=, with a state_dict that shares memory")
 
     def optimizer_info_of_masters(self, state: FlatState) -> dict[str, OptimizerInfo]:
         """The optimizer's facts by name, those of a narrow weight also under the name of its master copy."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shrinkpoint import errors
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import PolicyError, ShrinkpointError, error_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -324,8 +324,7 @@ def pack_error(obj: Any) -> Any:
     if isinstance(obj, ShrinkpointError):
         return RemoteError(type(obj).__name__, obj.where, obj.found, obj.expected, obj.do)
     if isinstance(obj, BaseException):
-        text = f"{type(obj).__name__}: {obj}"
-        return RemoteError(PolicyError.__name__, "", text, "", "see the traceback of that rank")
+        return RemoteError(PolicyError.__name__, "", error_text(obj), "", "see the traceback of that rank")
     return obj
 
 

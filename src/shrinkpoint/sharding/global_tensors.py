@@ -100,8 +100,8 @@ class ShardSpec:
             start < 0 or start + size > global_size
             for start, size, global_size in zip(self.offsets, sizes, self.global_shape, strict=True)
         ):
-            found = f"{list(sizes)} at {list(self.offsets)} of {self.global_name!r}, which is {list(self.global_shape)}"
-            raise StateError(name, found=found, expected="a box within the whole tensor", do="say where it begins")
+            found = f"{list(sizes)} at offsets {list(self.offsets)} of {self.global_name!r}, {list(self.global_shape)}"
+            raise StateError(name, found=found, expected="a shard within the tensor", do="correct its offsets")
 
 
 @dataclass(frozen=True)
@@ -254,12 +254,9 @@ class GlobalTensors:
         summaries, duplicates = self._register(reports)
         for summary in summaries:
             if summary.conflict:
-                raise MismatchError(
-                    summary.name,
-                    found=f"{summary.dtype} {list(summary.shape)} and {summary.conflict}",
-                    expected="one shape and dtype",
-                    do="name tensors alike on all ranks",
-                )
+                found = f"{summary.dtype} {list(summary.shape)} and {summary.conflict}"
+                do = "give tensors the same names on all ranks"
+                raise MismatchError(summary.name, found=found, expected="one shape and dtype", do=do)
         self.shapes = {summary.name: summary.shape for summary in summaries}
         self.roles = {summary.name: Role(summary.role) for summary in summaries}
         self._num_nonempty = {summary.name: summary.num_nonempty for summary in summaries}

@@ -168,7 +168,7 @@ def check_key(key: str) -> str:
 def check_range(where: str, size: int, offset: int, length: int) -> None:
     """Raise a TruncatedError if a range is not within an object."""
     if offset + length > size:
-        found, expected = f"an object of {size} bytes", f"{length} bytes from byte {offset} on"
+        found, expected = f"only {size} bytes", f"{length} bytes from byte {offset} on"
         raise TruncatedError(where, found=found, expected=expected, do="restore another checkpoint")
 
 
@@ -235,7 +235,7 @@ _ADVICE = {
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:
     """The error to raise from an `OSError`, with its `errno`."""
     reason = error.strerror or str(error) or type(error).__name__
-    do = _ADVICE.get(error.errno or 0, "look at the disk and at the permissions")
+    do = _ADVICE.get(error.errno or 0, "check the disk and the permissions")
     result = StorageError(where, found=f"{operation} failed ({reason})", do=do)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         do = "free some space and save again; earlier checkpoints are untouched"
@@ -286,7 +286,7 @@ class MemoryStorage:
         try:
             return self._objects[check_key(key)]
         except KeyError:
-            raise NotFoundError(self.describe(key), found="no such object", do="list what there is") from None
+            raise NotFoundError(self.describe(key), found="no such object", do="check the name") from None
 
     def list(self, prefix: str = "") -> Keys:
         return sorted(key for key in self._objects.copy() if key.startswith(prefix))

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from shrinkpoint._native import Hasher, empty, xxh3_128
-from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError, TruncatedError
-from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
+from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, check_range, storage_error
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, through_link, what_is_at
 
 E = TypeVar("E", bound=ShrinkpointError)
@@ -67,8 +67,7 @@ class LocalSource(Source):
         return self._size
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
-        if offset + length > self._size:  # before memory is allocated: the length may come from a damaged file
-            raise self._truncated_error(self._size, offset, length)
+        check_range(self._where, self._size, offset, length)  # before memory is allocated for a damaged length
         if length < _MIN_POOLED_BYTES:
             with os_errors(self._where, "reading"):
                 part = os.pread(self._file.fileno(), length, offset)
@@ -96,7 +95,7 @@ class LocalSource(Source):
             with os_errors(self._where, "reading"):
                 count = os.preadv(self._file.fileno(), [data[done : done + most]], offset + done)
             if count == 0:  # the file was truncated after it was opened
-                raise self._truncated_error(offset + done, offset, length)
+                check_range(self._where, offset + done, offset, length)
             yield data[done : done + count]
             done += count
 
@@ -104,11 +103,6 @@ class LocalSource(Source):
         """Ask the kernel to drop cached pages, which hide a bad sector: the next read goes to the disk."""
         with suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _truncated_error(self, size: int, offset: int, length: int) -> TruncatedError:
-        found, expected = f"a file that ends at byte {size}", f"{length} bytes from byte {offset} on"
-        do = "restore another checkpoint, or fetch an intact copy of this file"
-        return TruncatedError(self._where, found=found, expected=expected, do=do)
 
     def close(self) -> None:
         self._file.close()
@@ -455,12 +449,12 @@ def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = 
         do = f"name a file, such as {out / 'checkpoint'}"
         raise PolicyError(str(out), found="a directory", expected="the name of a file", do=do)
     if out.is_symlink():
-        raise PolicyError(str(out), found="a link", expected="a new name", do="name another place")
+        raise PolicyError(str(out), found="a symbolic link", expected="a new name", do="choose another name")
     for path in sorted(out.rglob("*")):
         is_stale = stale is not None and stale.fullmatch(path.relative_to(out).as_posix())
         if not path.is_dir() and not is_stale and not (replacement / path.relative_to(out)).is_file():
-            expected, do = "no file that would be lost", "choose a new name, or remove it first"
-            raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
+            expected, do = "nothing but earlier output", "choose another name, or remove it first"
+            raise PolicyError(str(out), found=f"another file, {path.name}", expected=expected, do=do)
 
 
 def _fsync(path: Path, flags: int = 0) -> None:
@@ -473,7 +467,7 @@ def _fsync(path: Path, flags: int = 0) -> None:
 
 def link_error(where: str, error_class: type[E] = StorageError) -> E:  # type: ignore[assignment]
     """The error where a checkpoint's directory, or a file in it, is a symbolic link."""
-    do = "replace the link by what it leads to; a link to the directory of the whole run is followed"
+    do = "replace the link with its target; a link to the directory of the whole run is followed"
     return error_class(where, found="a symbolic link", expected="a directory or a file of its own", do=do)
 
 
@@ -483,7 +477,7 @@ def _check_free(path: Path, where: str) -> None:
         is_taken = path.exists() and not path.is_file()
     if is_taken:
         found = f"{what_is_at(path)} under this name"
-        do = "name another file" if path.is_dir() else "remove it, or name another file"
+        do = "choose another name" if path.is_dir() else "delete it, or choose another name"
         raise StorageError(where, found=found, expected="a file, or nothing", do=do)
 
 
@@ -539,7 +533,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
         StorageError: the file cannot be opened or locked.
     """
     if os.path.lexists(path) and not is_regular(path):
-        do = f"remove {path.name!r} if no process needs it"
+        do = f"delete {path.name!r} if nothing needs it"
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
     hold, is_locked, pid = object(), False, os.getpid()
     try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
@@ -550,7 +544,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
             if not is_locked:
                 owner, own = _lock_owner(fd), _process_text(os.getpid(), socket.gethostname())
                 found = f"{'this process' if owner == own else owner} is saving here already"
-                do = "wait until it has finished, or stop it: a lock dies with its process"
+                do = "wait until it has finished, or stop it: a lock ends with its process"
                 if owner == own:
                     do = "close() the manager or the store that saved here before"
                 raise LockedError(where, found=found, expected="one writer at a time", do=do)

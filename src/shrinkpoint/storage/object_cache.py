@@ -259,7 +259,7 @@ class CachedFile(Source):
 
     def _damaged(self) -> CorruptError:
         found = "bytes that do not have the digest of a copy"
-        return CorruptError(str(self.path), found=found, do="delete it: its object is read again")
+        return CorruptError(str(self.path), found=found, do="delete it: the object is then read again")
 
     def close(self) -> None:
         self._file.close()

@@ -36,6 +36,7 @@ _STATUS = re.compile(r"status code: ([0-9]{3}[A-Za-z ]{0,40})")
 _RETRIES = re.compile(r"after ([0-9]{1,4}) retries")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
+BUCKET_ADVICE = "create it, or choose another one"
 _DO = "the service or the way to it failed: save or load again; committed checkpoints are untouched"
 
 
@@ -74,7 +75,7 @@ def connect(url: ObjectUrl, options: Mapping[str, Any], *, seconds: float, retri
             raise
         # Their texts may hold what was configured, keys too.
         found = f"settings of which obstore makes no client ({type(error).__name__})"
-        do = f"look at the options, and at the environment variables that begin with {_VARIABLES[url.scheme]}"
+        do = f"check the options, and the environment variables that begin with {_VARIABLES[url.scheme]}"
         raise PolicyError(str(url), found=found, expected="settings of this service", do=do) from None
 
 
@@ -117,8 +118,8 @@ def check_not_forked(where: str) -> None:
     global _sender
     _sender = _sender or os.getpid()
     if _sender != os.getpid():
-        found, expected = "a fork of a process that has used object storage", "a process that has not, or a spawned one"
-        raise StorageError(where, found=found, expected=expected, do='start it with the method "spawn"')
+        found, expected = "a fork of a process that has used object storage", "a spawned process"
+        raise StorageError(where, found=found, expected=expected, do='start the process with the method "spawn"')
 
 
 def _is_broken_answer(error: Exception) -> bool:
@@ -134,17 +135,17 @@ def _is_broken_answer(error: Exception) -> bool:
 def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError:
     text, kind = str(error), type(error).__name__
     if any(name in text for name in _NO_BUCKET):
-        return StorageError(where, found="no such bucket", expected="a bucket", do="create it, or name another one")
+        return StorageError(where, found="no such bucket", expected="a bucket", do=BUCKET_ADVICE)
     if isinstance(error, FileNotFoundError):
-        return NotFoundError(where, found="no such object", do="list what there is")
+        return NotFoundError(where, found="no such object", do="check the URL")
     if "BadScheme" in text:
         return _endpoint_error(where, f"{operation} failed (an endpoint without https://)")
     reason = _reason(text, kind)
     if kind in _REFUSED or "403 Forbidden" in text or "401 Unauthorized" in text:
-        do = "look at the credentials, and at what they may do in this bucket"
+        do = "check the credentials, and what they may do in this bucket"
         return StorageError(where, found=f"{operation} was refused ({reason})", do=do)
     if kind in ("AlreadyExistsError", "PreconditionError"):
-        do = "read it again; something else writes here"
+        do = "read it again: another process writes here"
         return ObjectConflictError(where, found=f"{operation} found another object than before ({reason})", do=do)
     return StorageError(where, found=f"{operation} failed ({reason})", do=_DO)
 

@@ -24,6 +24,7 @@ from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check
 from shrinkpoint.storage.lease import Lease, version_condition
 from shrinkpoint.storage.object_cache import ObjectCache, ObjectVersion, resolve_cache
 from shrinkpoint.storage.object_requests import (
+    BUCKET_ADVICE,
     REQUEST_SECONDS,
     ObjectConflictError,
     ObjectSource,
@@ -483,4 +484,4 @@ def _bucket_errors(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise StorageError(where, found="no such bucket", expected="a bucket", do="create it first") from error
+        raise StorageError(where, found="no such bucket", expected="a bucket", do=BUCKET_ADVICE) from error

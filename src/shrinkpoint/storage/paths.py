@@ -118,7 +118,7 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
         do = "pass a string or a pathlib.Path"
         raise PathTypeError(argument, found=f"{value!r:.200}", expected="a path", do=do)
     if is_url(text):
-        do = "leave `file://` away" if text.startswith("file:") else _DO
+        do = "leave `file://` out" if text.startswith("file:") else _DO
         expected = "a path on a file system of this machine"
         raise PolicyError(argument, found=f"the URL {hide_credentials(text)!r}", expected=expected, do=do)
     if not text or "\0" in text:
@@ -126,12 +126,12 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        expected, do = "a name that the file system can write", "leave out the characters that are none"
+        expected, do = "a name that the file system can write", "leave out invalid characters"
         raise PolicyError(argument, found=f"{text!r:.200}", expected=expected, do=do) from error
     path = Path(text)
     if directory and os.path.lexists(path) and not path.is_dir():
         found = f"{text!r}, which is no directory"
-        raise PolicyError(argument, found=found, expected="a directory", do="name another one")
+        raise PolicyError(argument, found=found, expected="a directory", do="choose another name")
     return path
 
 
@@ -208,7 +208,7 @@ def parse_object_url(value: str | os.PathLike[str], argument: str = "url") -> Ob
     match, found = _OBJECT_URL.fullmatch(os.fspath(value)), f"{hide_credentials(os.fspath(value))!r:.200}"
     if match is None:
         expected = "one of " + ", ".join(f"{scheme}://bucket/path" for scheme in OBJECT_SCHEMES)
-        raise PolicyError(argument, found=found, expected=expected, do="write such a URL")
+        raise PolicyError(argument, found=found, expected=expected, do="pass such a URL")
     expected = f"{match[1]}://bucket/path, and nothing else"
     parts = urlsplit(f"{match[1]}://{match[2]}")
     if "@" in parts.netloc or parts.query or parts.fragment:

@@ -54,8 +54,8 @@ def resolve_storage(
     """
     if _is_storage(where):
         if cache is not None:
-            found, do = "a cache of a storage", "pass it to the storage: ObjectStorage(url, cache=...)"
-            raise PolicyError("cache", found=found, expected="one of a URL", do=do)
+            found, do = "a cache beside a storage object", "pass it to the storage: ObjectStorage(url, cache=...)"
+            raise PolicyError("cache", found=found, expected="a URL with cache=", do=do)
         return where
     if is_object_url(where):
         from shrinkpoint.storage.object_storage import ObjectStorage

@@ -78,10 +78,8 @@ class HeaderOnlySource(Source):
 
     def read(self, offset: int, length: int) -> bytes:
         if offset + length > len(self._header):
-            expected = "to be asked for no more than the header"
-            raise TruncatedError(
-                self._where, found="a file that was only measured", expected=expected, do="report this"
-            )
+            found, expected = "a file that was only measured", "a read of its header alone"
+            raise TruncatedError(self._where, found=found, expected=expected, do="report this")
         return self._header[offset : offset + length]
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import (
+    BASE_ADVICE,
+    VERIFY_ADVICE,
     ChainError,
     CorruptError,
     FormatError,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 T = TypeVar("T")
 MAX_READS = 100  # How often a checkpoint that is written again and again is read, until the error is raised
-_DO = "restore another checkpoint; `verify` says which are whole"
 
 
 def use_current(read: Callable[[], M], use: Callable[[M], T], identify: Callable[[M], object]) -> T:
@@ -92,7 +93,7 @@ class ChainFile:
     id: str = ""
     header: FileReader | None = None  # of this very file, if it has been read and verified already
     source: Source | None = None  # this very file, open: `read` uses and closes it
-    advice: str = _DO  # what to do where it is missing
+    advice: str = VERIFY_ADVICE  # what to do where it is missing
 
     def open_ahead(self) -> ChainFile:
         """This file, open and with its header; raises as `read`."""
@@ -168,10 +169,10 @@ class ChainFile:
             return reader
         if self.size is not None:
             found = f"{source.size} bytes with header digest {reader.digest}"
-            raise ChainError(where, found=found, expected=f"{self.size} bytes with {self.digest}", do=_DO)
+            raise ChainError(where, found=found, expected=f"{self.size} bytes with {self.digest}", do=VERIFY_ADVICE)
         error_class = CorruptError if self.is_payload else ChainError
         found = f"header digest {reader.digest}"
-        raise error_class(where, found=found, expected=f"{self.digest}, {self.expected}", do=_DO)
+        raise error_class(where, found=found, expected=f"{self.digest}, {self.expected}", do=VERIFY_ADVICE)
 
 
 def check_parent(file: FileReader, base: FileReader | None) -> None:
@@ -186,7 +187,7 @@ def check_parent(file: FileReader, base: FileReader | None) -> None:
     if base is None or file.parent is None or digest != base.digest:
         found = "no base" if base is None else f"a base with header digest {base.digest}"
         expected = "none: it is a keyframe" if file.parent is None else f"the file with header digest {digest!a:.60}"
-        raise ChainError(file.where, found=found, expected=expected, do=_DO)
+        raise ChainError(file.where, found=found, expected=expected, do=VERIFY_ADVICE)
 
 
 def chain_links(manifest: Manifest) -> tuple[ChainLink, ...]:
@@ -230,7 +231,7 @@ def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:
 
 def store_chain(storage: Storage, manifest: Manifest) -> tuple[ChainFile, ...]:
     """The files that a checkpoint of a store is decoded from: its own hard links first, then its siblings' files."""
-    files, advice = [], getattr(storage, "missing_base_advice", _DO)
+    files, advice = [], getattr(storage, "missing_base_advice", VERIFY_ADVICE)
     for link in chain_links(manifest):
         is_payload, keys = link.step == manifest.step, candidate_keys(manifest, link)
         expected = f"the base of step {manifest.step}: the file of step {link.step}"
@@ -293,12 +294,12 @@ def directory_chain(directory: AnyDirectory, payload: Payload) -> tuple[ChainFil
         try:
             files = file_chain(where)
         except ChainError as error:
-            do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
+            do = "restore another checkpoint; in a bucket a delta needs the directories of its bases"
             raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
         sizes = {**dict(payload.bases), payload.digest: payload.size}
         if [file.digest for file in files] != [*sizes]:
             found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
-            raise ChainError(where, found=found, expected=expected, do=_DO)
+            raise ChainError(where, found=found, expected=expected, do=VERIFY_ADVICE)
         return tuple(replace(file, size=sizes[file.digest]) for file in files)
     do = f"copy the directory with its folder `{layout.BASES}`, or restore another checkpoint"
     bases = (
@@ -326,7 +327,7 @@ def file_chain(where: AnyPlace, base: AnyPlace | None = None) -> tuple[ChainFile
     while reader.parent is not None:
         name, digest = reader.parent["name"], reader.parent["digest"]
         if digest in {file.digest for file in files}:
-            raise ChainError(str(where), found="a chain that leads back to itself", do="restore another checkpoint")
+            raise ChainError(str(where), found="a chain that leads back to itself", do=VERIFY_ADVICE)
         is_given = base is not None and len(files) == 1
         candidates = [place_file(base)] if base is not None and is_given else place.candidates(name)
         place, reader = _find_base(candidates, digest, place)
@@ -355,7 +356,7 @@ def read_header(where: AnyPlace) -> FileReader:
         raise error_class(str(place), found=result.description, expected=expected, do=result.do) from error
     if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
         found, expected = f"a parent {reader.parent!a:.60}", "an object with a name and a digest"
-        raise CorruptError(str(place), found=found, expected=expected, do="restore another checkpoint")
+        raise CorruptError(str(place), found=found, expected=expected, do=VERIFY_ADVICE)
     return reader
 
 
@@ -368,7 +369,6 @@ def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = Fal
 
 def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -> tuple[FilePlace, FileReader]:
     error: ChainError | None = None
-    do = "pass the path of the base as base=, or load through its store"
     for place in candidates:
         if not place.exists:
             continue
@@ -376,7 +376,9 @@ def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -
         if reader.digest == digest:
             return place, reader
         found, expected = f"a file with digest {reader.digest}", f"{digest}, which {child} needs"
-        error = error or ChainError(str(place), found=found, expected=expected, do=do)
+        error = error or ChainError(str(place), found=found, expected=expected, do=BASE_ADVICE)
     expected = f"the base of {child}, with digest {digest}"
-    where, found = (str(candidates[0]), "no such file") if candidates else (str(child), "a base that lies elsewhere")
-    raise error or ChainError(where, found=found, expected=expected, do=do)
+    where, found = (
+        (str(candidates[0]), "no such file") if candidates else (str(child), "a base that is not found by its name")
+    )
+    raise error or ChainError(where, found=found, expected=expected, do=BASE_ADVICE)

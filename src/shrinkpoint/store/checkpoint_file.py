@@ -174,8 +174,8 @@ class Allowance:
         if self._limit is None and 2 * raw > limit:  # copies in the tree may take as much again
             limit = max(limit, available_bytes() * 3 // 4)
         if raw > limit:
-            found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
-            raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
+            found = f"{raw:,} bytes of tensors in a chain of {self._stored:,} bytes"
+            raise CorruptError(where, found=found, expected=f"at most {limit:,} bytes", do=_DO)
         self.max_copy_bytes = limit - raw
 
 
@@ -267,6 +267,6 @@ def build_state(
             copies = copy_tensors({name: tensors[name] for name in shared})
             tensors = {name: copies.get(name, tensor) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
-        expected, do = "a place for the state", "name a device that is here, or make room on it"
+        expected, do = "a device with memory for the state", "choose another device, or free memory on it"
         raise PolicyError(f"device {device!r}", found=str(error)[:200], expected=expected, do=do) from error
     return unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)

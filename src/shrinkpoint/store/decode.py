@@ -78,7 +78,7 @@ def decode_chain(
         decoded = content
     assert decoded is not None
     if failure:
-        _log.warning("decoded file by file, which takes longer, since the chain as a whole failed: %s", failure)
+        _log.warning("decoded file by file, which takes longer, as the whole chain failed: %s", failure)
     return decoded if selected is None else replace(decoded, tree=selected.tree)
 
 
@@ -222,7 +222,7 @@ def decode_directory(
         payloads = manifest.payloads
         if not 0 <= rank < len(payloads):
             found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
-            raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
+            raise NotFoundError(str(directory), found=found, expected=expected, do="pass one of its ranks")
         return decode_payload(directory, payloads[rank], threads=threads, max_bytes=max_bytes)
 
     return use_current(lambda: read_directory_manifest(directory), decode, manifest_identity)

@@ -36,7 +36,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import decode, record_decoder, required_tensors
 from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader, RecordHead
-from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
+from shrinkpoint.errors import VERIFY_ADVICE, ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import Source
 from shrinkpoint.store.chain import check_parent
 from shrinkpoint.store.checkpoint_file import Allowance
@@ -48,7 +48,6 @@ Node: TypeAlias = tuple[int, int]  # Index of a file in the chain, and index of 
 Ints: TypeAlias = NDArray[np.int64]
 
 WHOLE = -1  # Stands for the whole record in place of a chunk's index
-_DO = "restore another checkpoint; `verify` says which are whole"
 
 
 class PartialFile:
@@ -113,7 +112,8 @@ def open_chain(paths: Sequence[AnyPlace], max_bytes: int | None = None) -> list[
         StorageError: reading failed.
     """
     if not paths:
-        raise PolicyError("chain", found="no file", expected="at least one", do="name the payload, its bases before it")
+        do = "pass the bases, keyframe first, then the file itself"
+        raise PolicyError("chain", found="no file", expected="at least one", do=do)
     files: list[PartialFile] = []
     allowance = Allowance(max_bytes)
     try:
@@ -135,7 +135,7 @@ def _open_file(place: FilePlace, base: PartialFile | None, *, last: bool) -> Par
         if last:
             raise
         expected = "a file that a later one of its chain depends on"
-        raise ChainError(str(place), found="no such file", expected=expected, do=_DO) from error
+        raise ChainError(str(place), found="no such file", expected=expected, do=VERIFY_ADVICE) from error
     try:
         file = PartialFile(source, str(place))
         check_parent(file.reader, None if base is None else base.reader)
@@ -255,9 +255,7 @@ class DecodeNode:
         return concat(parts) if parts else np.empty(0, np.uint8)
 
     def _no_codes_error(self, name: str) -> ChainError:
-        return ChainError(
-            self.where, found=f"tensor {name!r}, which has no codes", do="give the checkpoint this one was made against"
-        )
+        return ChainError(self.where, found=f"tensor {name!r}, which has no codes", do=VERIFY_ADVICE)
 
 
 class DecodePlan:
@@ -331,13 +329,12 @@ class DecodePlan:
         return file, self._chain[file].records[name]
 
     def _check_parent(self, file: int, info: TensorInfo, where: str) -> None:
-        do = "give the checkpoint this one was made against"
         if file < 0:
-            raise ChainError(where, found="a delta without its base", do=do)
+            raise ChainError(where, found="a delta without its base", do=VERIFY_ADVICE)
         parent = self._chain[file].infos.get(info.name)
         if parent is None or (parent.shape, parent.dtype) != (info.shape, info.dtype):
             message = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
-            raise ChainError(where, found=message, do=do)
+            raise ChainError(where, found=message, do=VERIFY_ADVICE)
 
     def _node(self, node: Node) -> DecodeNode:
         if node not in self._nodes:
@@ -494,8 +491,8 @@ class DecodePlan:
         record = self._nodes[node].full_record
         params = self._cache.quantizers[node].get(name) if record is None else record.quantized.get(name)
         if params is None:
-            do = "give the checkpoint this one was made against"
-            raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which is not quantized", do=do)
+            found = f"tensor {name!r}, which is not quantized"
+            raise ChainError(self._chain[file].reader.where, found=found, do=VERIFY_ADVICE)
         return params.lattice if isinstance(params, LatticeTensor) else params
 
 

@@ -113,7 +113,7 @@ class DeltaWriter(ChainWriter[Payload]):
     def payload(self) -> Payload:
         """The payload that `write` wrote."""
         if self._uncommitted is None:
-            raise PolicyError("DeltaWriter", found="no payload", expected="`write` first", do="call `write`")
+            raise PolicyError("DeltaWriter", found="no payload", expected="a payload", do="call `write` first")
         return self._uncommitted.payload
 
     def write(

@@ -123,7 +123,7 @@ def check_patterns(only: str | Sequence[str]) -> list[str]:
     """
     patterns = [only] if isinstance(only, str) else [*only] if isinstance(only, Sequence) else []
     if not patterns or not all(type(pattern) is str and pattern for pattern in patterns):
-        raise validate.argument_error("only", only, "a pattern of names, or a list of some", 'say e.g. "model.*"')
+        raise validate.argument_error("only", only, "a pattern of names, or a list of patterns", 'pass e.g. "model.*"')
     return patterns
 
 
@@ -216,8 +216,8 @@ def _directory_chain(directory: Path | ObjectUrl) -> tuple[chains.ChainFile, ...
     manifest = read_directory_manifest(directory)
     payloads = manifest.payloads
     if len(payloads) != 1:
-        found, do = f"the payloads of {len(payloads)} ranks", "read it with shrinkpoint.train.dcp.load"
-        raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
+        found, do = f"the files of {len(payloads)} ranks", "load it with shrinkpoint.train.dcp.load"
+        raise MismatchError(str(directory), found=found, expected="the file of one process", do=do)
     *bases, own = chains.directory_chain(directory, payloads[0])
     return (*bases, replace(own, id=manifest.id))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 from shrinkpoint import humanize, validate
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, count_nests, json_depth, shorten
-from shrinkpoint.errors import CorruptError, PolicyError, TruncatedError, VersionError
+from shrinkpoint.errors import VERIFY_ADVICE, VERSION_ADVICE, CorruptError, PolicyError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
@@ -234,7 +234,7 @@ def encode_store_manifest(manifest: Manifest) -> bytes:
         del document["loss"]
     document["format"] = _store_format(manifest)
     if manifest.step in {base.step for base in manifest.bases}:
-        raise PolicyError(f"step {manifest.step}", found="a base of the same step", do="write a keyframe")
+        raise PolicyError(f"step {manifest.step}", found="a base of the same step", do="save a keyframe")
     if manifest.replaced:
         document["replaced"] = [*manifest.replaced]
     if manifest.weights_only:
@@ -286,7 +286,7 @@ def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
 
 def check_note(note: object) -> str:
     """Return a note for people; raises PolicyError if it is no text, or longer than a manifest bears."""
-    text = validate.check_str("note", note, do="leave it out, or write a text")
+    text = validate.check_str("note", note, do="leave it out, or pass a string")
     if len(text) > MAX_NOTE:
         do = "keep a long text in a file of its own, and its name here"
         raise PolicyError("note", found=f"{len(text):,} characters", expected=f"at most {MAX_NOTE:,}", do=do)
@@ -302,7 +302,7 @@ def check_lossy_restores(count: object) -> int:
 def _check_depth(name: str, value: JSON) -> None:
     depth, limit = json_depth(value), MAX_JSON_DEPTH - 1  # the manifest is a level of its own
     if depth > limit:
-        do = "store it flatter, or as a text"
+        do = "store it flatter, or as a string"
         raise PolicyError(name, found=f"{depth} levels of lists and dicts", expected=f"at most {limit}", do=do)
 
 
@@ -333,7 +333,7 @@ def read_limited(storage: Storage, key: str, max_bytes: int) -> bytes:
     """Read a manifest, unless it is larger than `max_bytes`; then raise a CorruptError, and allocate nothing."""
     with storage.open(key) as source:
         if source.size > max_bytes:
-            found, expected, do = f"{source.size} bytes", f"at most {max_bytes}", "restore another checkpoint"
+            found, expected, do = f"{source.size:,} bytes", f"at most {max_bytes:,}", VERIFY_ADVICE
             raise CorruptError(storage.describe(key), found=found, expected=expected, do=do)
         return bytes(source.read(0, source.size))
 
@@ -343,8 +343,7 @@ def _decode(data: bytes, where: str, supported: Collection[int], from_json: Call
         document = load_with_digest(data, where)
         if document.get("format") not in supported:
             found, expected = f"manifest format {document.get('format')!r}", f"at most {max(supported)}"
-            do = "read it with the release that wrote it, or a newer one"
-            raise VersionError(where, found=found, expected=expected, do=do)
+            raise VersionError(where, found=found, expected=expected, do=VERSION_ADVICE)
         try:
             return from_json(document)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -505,9 +504,8 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
         expected = xxh3_128(_canonical(document))
         canonical = data if digest != expected else _canonical({**document, "digest": digest})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _manifest_error(
-            where, f"no manifest ({type(error).__name__})", "a JSON object with its digest"
-        ) from error
+        found = f"no manifest ({type(error).__name__})"
+        raise _manifest_error(where, found, "a JSON object with its digest") from error
     if digest != expected:
         raise _manifest_error(where, f"digest {str(digest)[:40]}", expected)
     if canonical != data:

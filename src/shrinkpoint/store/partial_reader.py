@@ -84,7 +84,7 @@ class PartialReader:
         info = self.infos.get(name)
         if info is None:
             where, expected = self._chain[-1].reader.where, f"one of {len(self.infos)}"
-            raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="look at `infos`")
+            raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="see `infos`")
         starts, sizes = tuple(starts), tuple(sizes)
         fits = len(starts) == len(sizes) == len(info.shape)
         if not fits or any(
@@ -92,8 +92,8 @@ class PartialReader:
             for start, size, length in zip(starts, sizes, info.shape, strict=True)
         ):
             where = f"{self._chain[-1].reader.where}: tensor {info.name!r}"
-            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one inside of {list(info.shape)}"
-            raise MismatchError(where, found=found, expected=expected, do="ask for a part of the tensor")
+            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one within {list(info.shape)}"
+            raise MismatchError(where, found=found, expected=expected, do="pass a box within the tensor")
         tensor = empty(sizes, torch_dtype(info.dtype))
         out = tensor_bytes(tensor)
         if out.nbytes:

@@ -61,16 +61,15 @@ class Keep:
         for name in ("last", "every", "best", "moments_last"):
             value = getattr(self, name)
             if value is not None:
-                validate.check_int(f"Keep({name}=)", value, do=f"leave {name} out to do without")
-        validate.check_str("Keep(metric=)", self.metric, do="name what the loop reports")
+                validate.check_int(f"Keep({name}=)", value, do=f"leave {name} out for no such rule")
+        validate.check_str("Keep(metric=)", self.metric, do="pass the name of a metric")
         validate.check_choice("Keep(mode=)", self.mode, ("min", "max"))
         if self.best is None and (self.metric, self.mode) != ("val_loss", "min"):
             found = f"metric={self.metric!r}, mode={self.mode!r} and no best="
-            raise PolicyError(
-                "Keep(best=)", found=found, expected="the number of the best to keep", do="say e.g. best=1"
-            )
+            expected = "the number of the best to keep"
+            raise PolicyError("Keep(best=)", found=found, expected=expected, do="pass e.g. best=1")
         if self.span is not None and self.span <= timedelta(0):
-            raise PolicyError("Keep(within=)", found=repr(self.within), expected="a positive span", do="say e.g. '7d'")
+            raise PolicyError("Keep(within=)", found=repr(self.within), expected="a positive span", do="pass e.g. '7d'")
 
     @property
     def span(self) -> timedelta | None:
@@ -96,7 +95,7 @@ def check_keep(keep: object) -> Keep | None:
     """Return a `Keep` or None; raises PolicyError if `keep` is something else."""
     if keep is None or isinstance(keep, Keep):
         return keep
-    do = f"write shrinkpoint.Keep(last={keep})" if type(keep) is int and keep > 0 else "write shrinkpoint.Keep(last=3)"
+    do = f"pass shrinkpoint.Keep(last={keep if type(keep) is int and keep > 0 else 3})"
     raise validate.argument_error("keep", keep, "a Keep, or None to keep all", do)
 
 
@@ -125,9 +124,9 @@ def check_metric(manifests: Iterable[DirectoryManifest], keep: Keep) -> None:
         return
     names = sorted({name for manifest in visible for name, value in manifest.metrics.items() if not math.isnan(value)})
     is_nan = any(keep.metric in manifest.metrics for manifest in visible)
-    found = f"{keep.metric!r}, which no checkpoint has{' but as nan' if is_nan else ''}"
+    found = f"{keep.metric!r}, which no checkpoint has{' except as nan' if is_nan else ''}"
     expected = "one of " + ", ".join(map(repr, names[:8])) if names else "checkpoints that were saved with metrics="
-    do = "name the metric that the loop saves, or leave best out; nothing was deleted"
+    do = "pass a metric that the loop saves, or leave best out; nothing was deleted"
     raise PolicyError(NO_METRIC, found=found, expected=expected, do=do)
 
 
@@ -145,7 +144,7 @@ def apply_policy(
         PolicyError: `now` has no time zone.
     """
     if now.tzinfo is None:
-        found, do = "a time without a zone", "use datetime.now(timezone.utc)"
+        found, do = "a time without a zone", "pass datetime.now(timezone.utc)"
         raise PolicyError("now", found=found, expected="an aware datetime", do=do)
     by_step = {manifest.step: manifest for manifest in manifests}
     reasons: dict[int, list[str]] = {step: [] for step in sorted(by_step)}

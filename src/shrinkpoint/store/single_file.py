@@ -98,7 +98,7 @@ def save(
         if flat_state.tensors and not reference.shared_names(flat_state.infos.values()):
             theirs, mine = (_describe_first(tensors) for tensors in (reference.tensors, flat_state.tensors))
             text = f"{base}: no tensor has the name, shape and dtype of a saved one ({theirs} there, {mine} here)"
-            warn_user(f"{text}, so {path} is complete without it. Save the base's nesting and dtypes", UserWarning)
+            warn_user(f"{text}, so {path} is a keyframe. Save the same nesting and dtypes as the base", UserWarning)
             reference = parent = None
     if isinstance(scheme, Planner):
         quantized = scheme.quantize_alone(flat_state, reference)

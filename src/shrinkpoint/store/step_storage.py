@@ -37,7 +37,7 @@ class StepStorage:
         if key.startswith(self._head):
             return self._storage.open(key.removeprefix(self._head))
         if self._store is None:
-            raise NotFoundError(self.describe(key), found="no other step", do=self.missing_base_advice)
+            raise NotFoundError(self.describe(key), found="no such step here", do=self.missing_base_advice)
         return self._store.open(key)
 
     def get(self, key: str) -> bytes:
@@ -51,7 +51,7 @@ class StepStorage:
 
     def _refuse_write(self, *_: Any, **__: Any) -> NoReturn:
         found, expected = "the directory of one step", "the directory of a store"
-        raise PolicyError(self.describe(), found=found, expected=expected, do="name the store, or a new directory")
+        raise PolicyError(self.describe(), found=found, expected=expected, do="pass the store, or a new directory")
 
     lock = put = create = delete = link = remove_stale = _refuse_write
 

@@ -551,4 +551,5 @@ class Store:
         if step is None:
             return NotFoundError(where, found="no checkpoint", do="save one first")
         found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
-        return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
+        steps = chain.describe_steps(listing.visible)
+        return NotFoundError(where, found=found, expected=steps, do="`shrinkpoint list` shows all steps")

@@ -291,4 +291,4 @@ class CheckpointTransaction(CheckpointPlace):
 
     def _misuse_error(self, found: str) -> PolicyError:
         do = "begin another checkpoint"
-        return PolicyError(f"step {self.step}", found=found, expected="add once, then commit once", do=do)
+        return PolicyError(f"step {self.step}", found=found, expected="one add, then one commit", do=do)

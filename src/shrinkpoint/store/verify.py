@@ -134,8 +134,8 @@ def _missing_bases(storage: Storage, listing: Listing) -> Iterator[Finding]:
                 dependents.setdefault(replace(base, name=""), []).append(manifest.step)
     for base, steps in dependents.items():
         numbers = ", ".join(map(str, steps))
-        problem = f"step {base.step} is gone; deltas were made against it (steps {numbers})"
-        do = "nothing is lost while they have their own links; `compact` makes them independent of it"
+        problem = f"step {base.step} is gone; steps {numbers} are deltas that need it"
+        do = "nothing is lost while they have their own links; `compact` makes them independent of this step"
         yield Finding(base.step, storage.describe(layout.step_dir(base.step)), problem, do, loads=True)
 
 

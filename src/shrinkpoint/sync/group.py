@@ -98,7 +98,7 @@ class GroupLink:
         publishers = [number for number, rank in enumerate(ranks) if rank.version == _PUBLISHER]
         if len(publishers) != 1:
             found, do = f"{len(publishers)} publishers", "publish on one rank, and update on every other"
-            raise PolicyError(self.describe(), found=found, expected="one", do=do)
+            raise PolicyError(self.describe(), found=found, expected="one publisher", do=do)
         return publishers[0]
 
     def _broadcast(self, data: bytes | None, source: int, sizes: list[int] | None) -> tuple[list[int], memoryview]:
@@ -130,10 +130,10 @@ def open_place(
     """
     if group is not None and ranks is not None:
         do = "publish sharded models in a place"
-        raise PolicyError("group, ranks", found="both of them", expected="group= or ranks=", do=do)
+        raise PolicyError("group, ranks", found="both of them", expected="one of them", do=do)
     if (where is None) == (group is None):
         found = "neither" if where is None else "both of them"
-        raise PolicyError("where, group", found=found, expected="one of them", do="name a place, or pass group=")
+        raise PolicyError("where, group", found=found, expected="one of them", do="pass a place, or group=")
     if group is None:
         assert where is not None
         return resolve_storage(where, "where"), None

@@ -100,7 +100,7 @@ def plan_writes(
                 writes.extend(_plan_tensor(local, new[name], known.get(name)))
             elif not _are_equal(local, new[name], new[planned[key]]):
                 found = f"different values for {name!r} and {planned[key]!r}"
-                raise MismatchError(where, found=found, expected="the same ones: the model ties them", do=_DO)
+                raise MismatchError(where, found=found, expected="the same values, as the model ties them", do=_DO)
         _check_apart(live, where)
     return writes
 
@@ -213,7 +213,7 @@ def _check_layout(name: str, local: LocalTensor, new: VersionTensor, where: str)
         raise MismatchError(where, found=found, expected=expected, do=_DO)
     is_lazy = target.is_conj() or target.is_neg()
     if target.is_meta or is_lazy or num_reached(target) < target.numel():
-        do = "give the model resolve_conj() or clone() of it" if is_lazy else "allocate the model first"
+        do = "put resolve_conj() or clone() of it into the model" if is_lazy else "allocate the model first"
         found = f"a model whose {name!r} is a view" if is_lazy else f"a model whose {name!r} has no memory of its own"
         raise MismatchError(where, found=found, expected="tensors that can be written to", do=do)
 
@@ -233,4 +233,4 @@ def _check_apart(live: Mapping[str, LocalTensor], where: str) -> None:
         for (_, end, name), (begin, _, other) in pairwise(sorted(members)):
             if begin < end:
                 found = f"a model whose {name!r} and {other!r} share a part of their memory"
-                raise MismatchError(where, found=found, expected="tensors that are apart, or tied whole", do=_DO)
+                raise MismatchError(where, found=found, expected="tensors that share all of it, or none", do=_DO)

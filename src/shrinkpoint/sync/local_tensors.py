@@ -99,7 +99,7 @@ def local_tensors(model: AnyModel, where: str = "model", *, is_sharded: bool = F
                 found, do = validate.type_name(tensor), "leave out what is no tensor"
                 raise StateError(label, found=found, expected="a torch.Tensor", do=do)
             if not is_sharded:
-                do = "pass ranks=, the process group of all ranks that have a shard, here and to them"
+                do = "pass ranks=, the process group of all ranks with a shard, on each of them"
                 raise StateError(label, found="a DTensor", expected="a plain torch.Tensor without ranks=", do=do)
             local[name] = _local_shard(tensor, label)
     return local
@@ -155,7 +155,7 @@ def _local_shard(tensor: DTensor, where: str) -> LocalTensor:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if not all(isinstance(placement, (Replicate, Shard, _StridedShard)) for placement in tensor.placements):
-        do = "redistribute it before, such as tensor.redistribute(placements=[Replicate()])"
+        do = "redistribute it first, such as tensor.redistribute(placements=[Replicate()])"
         raise StateError(where, found=f"the placements {tensor.placements}", expected="Shard or Replicate", do=do)
     local, shape = tensor.to_local().detach(), tuple(tensor.shape)
     if type(local) not in (Tensor, nn.Parameter):
@@ -166,10 +166,9 @@ def _local_shard(tensor: DTensor, where: str) -> LocalTensor:
         return LocalTensor(shape, local, (), tensor)
     runs = [_runs(size, axis, tensor, coordinate) for axis, size in enumerate(shape)]
     if tuple(sum(length for _, length in axis) for axis in runs) != tuple(local.shape):
-        found = f"a shard of {list(local.shape)} where {tensor.placements} of {list(shape)} have another shape"
-        raise StateError(
-            where, found=found, expected="a shard of torch's own layout", do="make it by distribute_tensor"
-        )
+        found = f"a shard of shape {list(local.shape)}, which does not fit {tensor.placements} of {list(shape)}"
+        expected, do = "a shard of torch's own layout", "make it with distribute_tensor"
+        raise StateError(where, found=found, expected=expected, do=do)
     return LocalTensor(shape, local, tuple(_boxes(local, runs)) if local.numel() else (), tensor)
 
 

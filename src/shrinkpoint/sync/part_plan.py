@@ -101,9 +101,8 @@ class PartPlanner:
                 other, expected = first.setdefault(name, (rank, digest))
                 if digest != expected:
                     found, do = f"other values on rank {rank} than on rank {other}", "give all ranks the same values"
-                    raise MismatchError(
-                        f"model[{name!r}]", found=found, expected="plain tensors that are equal on all ranks", do=do
-                    )
+                    expected = "plain tensors that are equal on all ranks"
+                    raise MismatchError(f"model[{name!r}]", found=found, expected=expected, do=do)
 
 
 def _digests(plan: PartPlan, local: Mapping[str, LocalTensor]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shrinkpoint.container.strict_json import expect_type
-from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
+from shrinkpoint.errors import VERSION_ADVICE, CorruptError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import Storage
 from shrinkpoint.store.manifest import dump_with_digest, load_with_digest
@@ -32,7 +32,7 @@ MAX_VERSION = 10**12
 MAX_BYTES = 1 << 24
 """A reader refuses a larger `published.json`."""
 _PREFIX = "version-"
-_DO = "publish again, or let the trainer begin another place"
+_DO = "publish again, or publish in another place"
 
 
 class StoredPart(NamedTuple):
@@ -137,7 +137,7 @@ class Published:
             raise type(error)(where, found=error.found, expected=error.expected, do=_DO) from error
         if document.get("format") not in (FORMAT, _TOKEN_FORMAT, _PARTS_FORMAT):
             found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT} to {_PARTS_FORMAT}"
-            raise VersionError(where, found=found, expected=expected, do="read it with a newer release")
+            raise VersionError(where, found=found, expected=expected, do=VERSION_ADVICE)
         with read_guard(where):
             files = tuple(_file_from_json(row, where) for row in expect_type(document["files"], list, where, "files"))
             published = cls(expect_type(document["id"], str, where, "an id"), _count(document["version"], where), files)

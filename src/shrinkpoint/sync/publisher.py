@@ -232,9 +232,9 @@ class Publisher:
     def _check(self, version: int | None, keyframe: bool) -> tuple[object, ...]:
         """Everything on which ranks must agree."""
         if self._is_closed:
-            raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make another one")
+            raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make a new one")
         if version is not None:
-            do = "count versions upwards, or leave the version out"
+            do = "pass a higher version, or leave it out"
             validate.check_int("version", version, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
         validate.check_bool("keyframe", keyframe)
         return version, keyframe, str(self._dtype), self._keyframe_every, self._keep

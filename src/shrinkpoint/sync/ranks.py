@@ -59,10 +59,8 @@ class Ranks:
                 raise
             except BaseException as interrupt:
                 interrupts.append(interrupt)
-                do = "call the method again on all ranks"
-                raise PolicyError(
-                    "update", found=f"{type(interrupt).__name__}", expected="no interrupt", do=do
-                ) from None
+                found, do = f"{type(interrupt).__name__}", "call the method again on all ranks"
+                raise PolicyError("update", found=found, expected="no interrupt", do=do) from None
 
         try:
             return gather_or_raise(call, self._group)

@@ -217,7 +217,7 @@ class VersionReader:
         if first is not None:
             raise first
         where, found = self.storage.describe(), f"no keyframe that leads to version {published.version}"
-        raise ChainError(where, found=found, expected="one, and the deltas behind it", do=_DO)
+        raise ChainError(where, found=found, expected="one, and the deltas after it", do=_DO)
 
     def _decode(
         self,
@@ -238,7 +238,7 @@ class VersionReader:
             part = self._decode_part(route, index, before, names, allowance)
             if layout is not None and names != frozenset() and part.tree != layout.trees[index]:
                 where, found = self.storage.describe(), f"part {index} in other pieces than its base"
-                raise ChainError(where, found=found, expected="the same ones", do=_DO)
+                raise ChainError(where, found=found, expected="the same pieces", do=_DO)
             allowance.begin_part()
             parts.append(part)
         return HeldVersion(published.id, published.version, parts, layout)
@@ -312,7 +312,7 @@ class VersionReader:
             bases = {info.name for index in records if heads[index].base is not None for info in heads[index].infos}
             if not bases | (wanted & same) <= held.keys():
                 self._whole.add(index)
-                found = f"tensors of part {index} that depend on others, which are not held"
+                found = f"tensors of part {index} that depend on tensors that are not held"
                 raise ChainError(reader.where, found=found, expected="a keyframe", do=_DO)
             content = decode_records(
                 reader, reference, threads=self._threads, allowance=allowance, records=records, verify_others=False

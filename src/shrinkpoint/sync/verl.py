@@ -70,7 +70,7 @@ class ShrinkpointCheckpointEngine(CheckpointEngine):
         versions = [part["version"] for part in metadata if part]
         if len(versions) != 1:
             found, do = f"{len(versions)} masters", "let verl make the engines: it passes is_master on rank 0"
-            raise PolicyError("checkpoint engine", found=found, expected="one", do=do)
+            raise PolicyError("checkpoint engine", found=found, expected="one master", do=do)
         return {"version": versions * actor_wg_world_size}, {"version": versions * rollout_world_size}
 
     def init_process_group(self, version: int) -> None:

@@ -133,7 +133,7 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if error is not None:
                 raise error
             if lowest < 0:
-                do = "see its log, and update again"
+                do = "read its log, and update again"
                 raise StorageError("weight transfer", found="another worker that cannot read the version", do=do)
             if prepared is not None and lowest == highest:
                 return prepared
@@ -143,7 +143,7 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Read the newest version, and stage the layers that it changes."""
         if self._follower is None:
             do = 'call init_weight_transfer_engine({"where": ...})'
-            raise PolicyError("weight transfer", found="no place", do=do)
+            raise PolicyError("weight transfer", found="no place to read from", do=do)
         version, tensors = self._follower.read(minimum, wait=wait), self._follower.tensors
         changed = changed_names(tensors, self._written)
         if self._plans is None or self._layout != layout_of(tensors):

@@ -177,7 +177,7 @@ def _add_tied(model: nn.Module, plans: _Plans) -> None:
             if plan is not None and plans.setdefault(layer, {}).setdefault(name, plan).pieces != plan.pieces:
                 found = f"{plans[layer][name].pieces[0][0]!r} and {plan.pieces[0][0]!r} in one parameter"
                 do = "start the server from a checkpoint in which the two differ, or tie them in the trainer"
-                raise MismatchError("model", found=found, expected="one parameter for each of them", do=do)
+                raise MismatchError("model", found=found, expected="a parameter for each", do=do)
 
 
 def reload_layers(

@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """
     if dtype not in DTYPE_NAMES:
         expected = "one of " + ", ".join(map(str, DTYPE_NAMES))
-        raise StateError("dtype", found=f"{dtype}", expected=expected, do="convert it")
+        raise StateError("dtype", found=f"{dtype}", expected=expected, do="convert the tensor first")
     return DTYPE_NAMES[dtype]
 
 
@@ -151,7 +151,7 @@ def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: Te
         CorruptError: the number of bytes is not that of `info`.
     """
     if data.nbytes != info.nbytes:
-        expected, do = f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}", "restore an older checkpoint"
+        expected, do = f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}", "restore another checkpoint"
         raise CorruptError(f"tensor {info.name!r}", found=f"{data.nbytes} bytes", expected=expected, do=do)
     dtype = torch_dtype(info.dtype)
     if info.numel == 0:

@@ -109,7 +109,7 @@ def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
         storage = leaf.tensor.untyped_storage()
         size, used = storage.nbytes(), leaf.start + extent
         if used > size:
-            found, expected = f"a tensor whose storage has {size} bytes", f"its {extent} from {leaf.start} on"
+            found, expected = f"a tensor whose storage has {size} bytes", f"at least {used}, as its shape says"
             do = "save it before its memory is freed"
             raise StateError(format_path(leaf.path), found=found, expected=expected, do=do)
         storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
@@ -279,7 +279,7 @@ class TreeEncoder:
         if type(value) not in self._nest_encoders:
             return self._other(value, path)
         if id(value) in self._open_ids:
-            do = "break the circle: save what it refers to once"
+            do = "break the circle: refer to it once"
             raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE, do=do)
         if len(path) >= MAX_DEPTH:
             raise _depth_error(path)
@@ -305,12 +305,11 @@ class TreeEncoder:
                     advice = "save its state_dict()"
                 elif isinstance(value, dict | list | tuple):
                     advice = "convert it to a plain dict, list or tuple"
-                raise StateError(
-                    format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice
-                )
+                found = f"a value of type {_type_name(value)}"
+                raise StateError(format_path(path), found=found, expected=_STORABLE, do=advice)
             if self._open_sets and isinstance(ordinary, dict | list):
                 found = f"a set with a {_type_name(value)} in it, which is stored as a {type(ordinary).__name__}"
-                expected, do = "items that a set may hold when it is read", "make the set a list"
+                expected, do = "items that a set can hold after a load", "make the set a list"
                 raise StateError(format_path(path), found=found, expected=expected, do=do)
             return self.encode(ordinary, path)
         return self._form(form, path)
@@ -381,10 +380,8 @@ class TreeEncoder:
         if (ordinary := ordinary_value(key)) is not key:
             return self._key(ordinary, path, depth)
         expected = "str, int, float, bool, None, paths, enums, dates, or tuples of these"
-        do = "use such keys, e.g. str(key)"
-        raise StateError(
-            format_path(path), found=f"a dict with a key of type {_type_name(key)}", expected=expected, do=do
-        )
+        found, do = f"a dict with a key of type {_type_name(key)}", "use such keys, e.g. str(key)"
+        raise StateError(format_path(path), found=found, expected=expected, do=do)
 
     def _bytes(self, value: bytes, path: StatePath) -> JSON:
         if len(value) <= MAX_INLINE_BYTES:
@@ -454,7 +451,7 @@ def unsupported_feature(value: torch.Tensor) -> str:
 
 def _check_numpy_dtype(kind: str, dtype: np.dtype[Any], path: StatePath) -> None:
     if numpy_to_torch_dtype(dtype) is None:
-        expected = "a bool, integer, float or complex dtype of up to 64 bit"
+        expected = "a bool, integer, float or complex dtype of up to 64 bits"
         do = "convert it, e.g. with .astype()"
         raise StateError(format_path(path), found=f"a numpy {kind} of dtype {dtype}", expected=expected, do=do)
 

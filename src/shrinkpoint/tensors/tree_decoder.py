@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from shrinkpoint.errors import CorruptError
+from shrinkpoint.errors import RESTORE_ADVICE, CorruptError
 from shrinkpoint.tensors.dtypes import TORCH_DTYPES, as_bits, empty, numpy_dtype, numpy_to_torch_dtype
 from shrinkpoint.tensors.info import JSON, is_nest_form
 from shrinkpoint.tensors.memory import TENSOR_ALIGN
@@ -213,8 +213,8 @@ class TreeDecoder:
         """Count memory that is about to be taken."""
         self._remaining -= nbytes
         if self._remaining < 0:
-            found = f"copies of tensors that take {-self._remaining} bytes too many"
-            do = "pass max_bytes= if you trust it"
+            found = f"copies of tensors that take {-self._remaining:,} bytes too many"
+            do = "if you trust it, pass max_bytes="
             raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected="fewer", do=do)
 
     def _stored_tensor(self, reference: JSON, path: StatePath) -> torch.Tensor:
@@ -267,8 +267,7 @@ class TreeDecoder:
         return body
 
     def _raise_corrupt(self, path: StatePath, found: str, expected: str) -> NoReturn:
-        do = "restore another checkpoint, or fetch an intact copy of this file"
-        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected, do=do)
+        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected, do=RESTORE_ADVICE)
 
 
 _DECODERS: dict[str, Callable[[TreeDecoder, JSON, StatePath], Any]] = {

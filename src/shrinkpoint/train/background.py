@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
+from shrinkpoint.errors import PolicyError, StorageError, error_text, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Scheme, resume_scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan, plan_within_memory
@@ -58,7 +58,7 @@ def require_single_process(scheme: Scheme, caller: str) -> None:
         PolicyError: the scheme shares its trials with a group of replicas.
     """
     if isinstance(scheme, Planner) and scheme.shares_trials:
-        found, do = f"{scheme!r} with a group of replicas", "leave group= away"
+        found, do = f"{scheme!r} with a group of replicas", "leave group= out"
         raise PolicyError(caller, found=found, expected="a scheme for the one process that saves", do=do)
 
 
@@ -93,7 +93,7 @@ def make_save_plan(
     evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects and not isinstance(evaluate, DefaultEvaluation):
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
-        raise PolicyError(model, found=found, expected="the model", do=do)
+        raise PolicyError(model, found=found, expected="a model", do=do)
     if (evaluate is not None and model in objects) or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
     if defer and not scheme.needs_live_model and can_copy_on_devices(state):
@@ -360,7 +360,7 @@ class BackgroundSaver:
         except Exception as error:  # it holds the frames, and so the memory, of what has failed: not beyond this block
             if not is_out_of_memory(error):
                 raise
-            shortage = f"out of memory while writing this checkpoint ({type(error).__name__}: {error})"
+            shortage = f"out of memory while writing this checkpoint ({error_text(error)})"
         if report is None:
             previous = {}
             if isinstance(scheme, QuantizationPlan) and not scheme.replaced_names:
@@ -404,8 +404,8 @@ class PendingReport:
         if self._report is None:
             self._join()
         if self._report is None:
-            do = "call wait(), which raises why; in on_save use the report that it is called with"
-            raise StorageError(self._description, found="no report", expected="a save that is committed", do=do)
+            do = "call wait(), which raises the error; in on_save, use the report that it gets"
+            raise StorageError(self._description, found="no report", expected="a committed save", do=do)
         return self._report
 
     def set(self, report: SaveReport) -> None:
@@ -432,7 +432,7 @@ def call_on_save(on_save: OnSave | None, report: SaveReport) -> None:
         on_save(report)
     except Exception as error:
         _log.info("on_save failed for %s", report.path, exc_info=True)
-        warn_user(f"on_save failed for {report.path}: {type(error).__name__}: {error}", UserWarning)
+        warn_user(f"on_save failed for {report.path}, which is saved: {error_text(error)}", UserWarning)
 
 
 class BackgroundWorker:

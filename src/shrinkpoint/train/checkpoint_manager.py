@@ -348,10 +348,10 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             return None
         where = self.store.storage.describe()
         if step != "best":
-            raise validate.argument_error("step", step, "a whole number, None, 'latest' or 'best'", "name one of them")
+            raise validate.argument_error("step", step, "a whole number, None, 'latest' or 'best'", "pass one of them")
         best = self.best_step()
         if best is None:
-            expected, do = "one with the metric of best_step()", "pass metrics= to save, or restore by a number"
+            expected, do = "one with the metric of best_step()", "pass metrics= to save, or restore a step by number"
             raise NotFoundError(where, found="no best checkpoint", expected=expected, do=do)
         return best
 

@@ -234,8 +234,8 @@ class Checkpointer(BackgroundSaver):
 
     def _decode(self, directory: AnyDirectory, manifest: DirectoryManifest) -> DecodedFile:
         if len(manifest.payloads) != 1:
-            found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
-            raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
+            found, do = f"the files of {len(manifest.payloads)} ranks", "load it with shrinkpoint.train.dcp.load"
+            raise MismatchError(str(directory), found=found, expected="the file of one process", do=do)
         self._delta_writer.drop()  # otherwise three states would be in memory
         return decode_payload(directory, manifest.payloads[0], **self._load_limits)
 

@@ -72,9 +72,8 @@ class GradientRecorder:
         self._batches = validate.check_int("GradientRecorder, batches", batches)
         beta = validate.check_float("GradientRecorder, beta", beta, maximum=1.0, exclusive=False)
         if beta == 1:
-            raise validate.argument_error(
-                "GradientRecorder, beta", beta, "a number from 0, below 1", "take the default"
-            )
+            expected = "a number from 0, below 1"
+            raise validate.argument_error("GradientRecorder, beta", beta, expected, validate.LEAVE_OUT)
         if paper is not None:
             validate.check_bool("GradientRecorder, paper", paper)
         validate.check_bool("GradientRecorder, squares", squares)
@@ -173,7 +172,7 @@ class GradientRecorder:
             PolicyError: the recorder was created with `paper=False`.
         """
         if self._paper is False:
-            do = "leave `paper` out of one of the two"
+            do = "pass the same `paper` to both"
             raise PolicyError("GradientRecorder, paper", found="False", expected="True, as a scheme asks for", do=do)
         if self._paper is None:
             self._paper, self._decay, self._gain = True, self._gain, self._decay

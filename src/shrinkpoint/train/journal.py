@@ -28,7 +28,7 @@ from shrinkpoint.train.journal_state import JournalState, OptimizerWatch
 from shrinkpoint.train.restore_result import RestoreResult
 
 _RECORD_OVERHEAD = 256  # Bytes that a record has at most besides blobs, their names and the numbers of messages
-_DO = "resume with the same `update` and objects, or give the steps up: manager.restore, then journal.save of its step"
+_DO = "resume with the same `update` and objects, or give up these steps: manager.restore, then journal.save"
 T = TypeVar("T")
 
 
@@ -141,12 +141,9 @@ class Journal:
         validate.check_choice("journal, feedback", feedback, ("refuse", "restart"))
         self._directory = JournalDirectory(_place(manager, directory))
         if compression.has_feedback and feedback == "refuse":
-            raise PolicyError(
-                "journal",
-                found="error feedback, which is not on the wire",
-                expected="a compressor without it",
-                do='compress with "q4:64", say, or pass feedback="restart", which empties all memories at a replay',
-            )
+            do = 'compress with e.g. "q4:64", or pass feedback="restart", which empties it at a replay'
+            found = "error feedback, which is not on the wire"
+            raise PolicyError("journal", found=found, expected="a compressor without it", do=do)
         self._manager, self._compression, self._update = manager, compression, update
         self._group = compression.group
         self._rank: int = self._group.rank()
@@ -214,11 +211,11 @@ class Journal:
         """
         self._check_usable()
         if self._step is None or self._writer is None:
-            found, do = "no state to begin with", "call restore, and save if it returned None, before the loop"
+            found, do = "no state to begin with", "call restore before the loop, and save if it returns None"
             raise PolicyError("journal", found=found, do=do)
         if layout.check_step(step) != self._step + 1:
-            found, expected = f"step {step}", f"{self._step + 1}"
-            raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
+            found, expected = f"step {step}", f"step {self._step + 1}"
+            raise PolicyError("journal", found=found, expected=expected, do="number steps one by one")
         messages = self._record.messages(step)
         self._watch.check()
         last = self._step
@@ -258,7 +255,7 @@ class Journal:
         layout.check_step(step)
         if self._step is not None and step != self._step:
             found, do = f"step {step}", "save after `step` of the same number"
-            raise PolicyError("journal", found=found, expected=f"{self._step}", do=do)
+            raise PolicyError("journal", found=found, expected=f"step {self._step}", do=do)
         if self._step is None:
             self._is_clean = False
         self._open()
@@ -311,7 +308,7 @@ class Journal:
         steps = [saved for saved, _ in places]
         if len(set(steps)) > 1:
             found, do = f"checkpoints of steps {steps}", "let all ranks read one store"
-            raise MismatchError("journal", found=found, expected="one", do=do)
+            raise MismatchError("journal", found=found, expected="one step", do=do)
         [checkpoint] = checkpoints
         self._has_failed = False
         if checkpoint is None:
@@ -346,7 +343,7 @@ class Journal:
         """
         step = self._step
         if step is None or self._has_stopped:
-            found, do = "a journal that is full" if self._has_stopped else "no step", "call it between steps"
+            found, do = "a journal that is full" if self._has_stopped else "no step", "call rehearse after a step"
             raise PolicyError("journal, rehearse", found=found, expected="a journal with the last step", do=do)
         self._manager.wait()
         before = self._state.digests(arguments)
@@ -356,7 +353,7 @@ class Journal:
             after = self._state.digests(arguments)
             different = [name for name in before | after if before.get(name) != after.get(name)]
             if restored is None or restored.step != step or different:
-                found = f"a replay with {', '.join(different[:4])} of its own" if different else "another last step"
+                found = f"a replay with other {', '.join(different[:4])}" if different else "a replay of other steps"
                 do = "use deterministic kernels (torch.use_deterministic_algorithms), and save all that `update` reads"
                 raise MismatchError(f"journal, step {step}", found=found, expected="the bits of the run", do=do)
 
@@ -366,7 +363,7 @@ class Journal:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise PolicyError("journal", found="a closed journal", expected="an open one", do="make another one")
+            raise PolicyError("journal", found="a closed journal", expected="an open one", do="make a new one")
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -378,8 +375,8 @@ class Journal:
         """Warn of checkpoints of another course: after a crash the newest one is restored, whoever has made it."""
         later = [start for start in self._directory.starts(self._rank) if start > last]
         if later:
-            text = f"the run goes on from step {last}, and there are checkpoints up to step {later[-1]} or beyond"
-            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
+            text = f"the run goes on from step {last}, but has checkpoints up to step {later[-1]} or later"
+            warn_user(f"{text}. Delete them, or a crash resumes from the newest of them", UserWarning)
 
     def _agree(self, compute: Callable[[], T]) -> list[T]:
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
@@ -402,8 +399,8 @@ class Journal:
         blobs = self._state.blobs()
         if self._has_stopped or not self._has_room():
             if not self._has_stopped:
-                text = f"step {step} and later ones are not appended until the next save: max_bytes={self._max_bytes}"
-                warn_user(f"journal: {text}", UserWarning)
+                text = f"the journal has no room for step {step} and later ones until the next save"
+                warn_user(f"{text}. Save more often, or raise max_bytes={self._max_bytes}", UserWarning)
             self._has_stopped = True
             return False
         has_digest = writer.num_records % self._check_every == 0
@@ -451,7 +448,7 @@ class Journal:
         self._update()
         if not self._record.is_empty:
             found, do = "a backward pass in `update`", "compute gradients in the loop; LBFGS cannot be replayed"
-            raise PolicyError("journal", found=found, expected="what follows from the gradients alone", do=do)
+            raise PolicyError("journal", found=found, expected="an `update` from gradients alone", do=do)
 
     def _delete_covered(self) -> None:
         """Delete the segments before the checkpoint that was committed last, if a segment goes on from there.
@@ -500,7 +497,7 @@ class Journal:
             place = reached.pop()
             if len(set(steps)) > 1:
                 found, do = f"records of steps {steps}", "restore with the files of one run"
-                raise MismatchError("journal", found=found, expected="one", do=do)
+                raise MismatchError("journal", found=found, expected="one step", do=do)
             num_bytes = 0 if place.begins_segment else num_bytes + self._record_bytes()
             if not place.begins_segment:
                 self._run_update()
@@ -535,7 +532,7 @@ class Journal:
             different = [key for key in own if place.fields.get(key) != own[key]]
             found = ", ".join(f"{key} {place.fields.get(key)!r}" for key in different)[:300]
             expected = ", ".join(f"{key} {own[key]!r}" for key in different)[:300]
-            do = "resume with the settings of the run, or give its steps up: manager.restore, then journal.save"
+            do = "resume with the settings of the run, or give up its steps: manager.restore, then journal.save"
             raise MismatchError(place.where, found=found, expected=expected, do=do)
         record = place.record
         where = f"{place.where}, {'at the beginning' if place.begins_segment else f'before step {record.step}'}"
@@ -566,8 +563,8 @@ def _common_place(places: list[tuple[int, int] | None], start: int, *, strict: b
     if lost:
         absent = ", ".join(str(rank) for rank, place in enumerate(places) if place is None)
         found, expected = f"no file of rank {absent}, and {lost} steps in others", f"{len(places)} files of one run"
-        do = "resume on as many ranks as the run had, on a shared directory; or lose the steps by strict=False"
-        error = MismatchError(f"journal, behind step {start}", found=found, expected=expected, do=do)
+        do = "resume on as many ranks as the run had, in a shared directory; or lose the steps with strict=False"
+        error = MismatchError(f"journal, after step {start}", found=found, expected=expected, do=do)
         if strict:
             raise error
         warn_user(f"the journal is not replayed: {error}", UserWarning)
@@ -589,6 +586,6 @@ def _place(manager: LoopCheckpoints, directory: str | Path | None) -> Path:
     if directory is not None:
         return LocalStorage(directory).path.absolute()
     if manager.journal_directory is None:
-        found, do = "checkpoints where nothing is appended", "name a directory=, on a disk that ranks share"
+        found, do = "checkpoints in a place without appending", "pass directory=, on a disk that all ranks share"
         raise PolicyError("journal", found=found, expected="a directory", do=do)
     return manager.journal_directory

@@ -105,7 +105,7 @@ class AppendFile:
     def _check_own(self) -> None:
         """Raise in a forked child, whose parent appends to the same file."""
         if os.getpid() != self._pid:
-            found, do = f"a file that process {self._pid} appends to", "write it in the process that opened it"
+            found, do = f"a file that process {self._pid} appends to", "append in the process that opened it"
             raise StorageError(str(self._path), found=found, expected="one writer at a time", do=do)
 
 
@@ -193,8 +193,8 @@ class JournalDirectory:
         older = [other for other in self.starts(rank) if other < start]
         last = self.last_place(older[-1], rank, strict=False) if older else None
         if last is not None and last[0] > start and start not in self.starts(rank):
-            found = f"no file from step {start}, saved without the journal, and {last[0] - start} steps behind it"
-            do = f"replay them from the checkpoint of step {older[-1]}, if it is there, or lose them by strict=False"
+            found = f"no file from step {start}, saved without the journal, and {last[0] - start} steps after it"
+            do = f"replay them from the checkpoint of step {older[-1]}, if it is there, or lose them with strict=False"
             raise MismatchError(str(self.path), found=found, expected="checkpoints of journal.save", do=do)
 
     def starts(self, rank: int) -> list[int]:

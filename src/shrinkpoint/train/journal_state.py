@@ -69,8 +69,8 @@ class JournalState:
             name = key[len(_BUFFER) :]
             buffer = local_tensor(named[name]) if name in named else None
             if buffer is None or buffer.nbytes != data.nbytes:
-                found, expected = f"a buffer {name!r} of {data.nbytes} bytes", "one of this model"
-                raise MismatchError("journal", found=found, expected=expected, do="build the model as it was")
+                found, expected = f"a buffer {name!r} of {data.nbytes} bytes", "a buffer of this model"
+                raise MismatchError("journal", found=found, expected=expected, do="build the model as it was saved")
             values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(buffer.dtype)
             buffer.copy_(values.view(buffer.shape))
             self._unchanged.pop(name, None)
@@ -122,13 +122,13 @@ class OptimizerWatch:
         """Raise PolicyError if something was changed since it was noted."""
         gradients, settings = self._look()
         if gradients.items() - self._gradients.items():
-            found, expected = "a gradient of a parameter that was added, unfrozen or is elsewhere", "averaged gradients"
-            do = "wrap and compress all that the optimizer trains, anew after that has changed"
+            found, expected = "a gradient of a parameter that was added, unfrozen or moved", "averaged gradients"
+            do = "wrap and compress all trained parameters, again after they change"
             raise PolicyError("journal", found=found, expected=expected, do=do)
         if settings != self._settings:
             new, old = (", ".join(sorted(some)) for some in (settings - self._settings, self._settings - settings))
             found, expected = f"an optimizer with {new or 'less'}", f"what `update` has left: {old or 'less'}"
-            do = "step schedulers and set learning rates in `update`, or save by journal.save after the change"
+            do = "step schedulers and set learning rates in `update`, or call journal.save after the change"
             raise PolicyError("journal", found=found, expected=expected, do=do)
 
     def _look(self) -> tuple[dict[int, tuple[int, int]], set[str]]:

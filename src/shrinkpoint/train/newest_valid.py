@@ -95,7 +95,7 @@ def best_valid(
     directory, skipped = latest_valid(candidates, deep=deep)
     if directory is None:
         found = "; ".join(one.reason for one in skipped) or f"no checkpoint with the metric {metric!r}"
-        do = "name a metric that `shrinkpoint list` shows, or take the newest"
+        do = "pass a metric that `shrinkpoint list` shows, or take the newest"
         raise NoCheckpointError(str(root), found=found, expected="a valid checkpoint with the metric", do=do)
     return directory
 

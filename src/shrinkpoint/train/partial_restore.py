@@ -85,7 +85,7 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
     """
     if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
         found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
-        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
+        raise PolicyError("only", found=found, expected=expected, do="restore other objects in another call")
     optimizer = targets.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         found = f"{validate.type_name(optimizer)} as optimizer"
@@ -97,8 +97,8 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
     indices: dict[str, _TorchIndex] = {}
     for name, part in _match_names(only, live_state):
         if name in indices and isinstance(only, Mapping):
-            do = "write patterns that do not overlap"
-            raise PolicyError(f"only, {name}", found="two patterns that fit it", expected="one part of a tensor", do=do)
+            do = "pass patterns that do not overlap"
+            raise PolicyError(f"only, {name}", found="two patterns that match it", expected="one pattern", do=do)
         index = _index_of_part(name, parameters.get(name, live_state[name]), part)
         if index is not None:
             indices[name] = index
@@ -109,16 +109,16 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
 def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
     expected = 'patterns of names in the model, such as ["layers.3.*"]'
     if not isinstance(only, Mapping) and (isinstance(only, str) or not isinstance(only, Sequence)):
-        do = f"write only=[{only!r}]" if isinstance(only, str) else "write a list, or a dict of parts by pattern"
+        do = f"pass only=[{only!r}]" if isinstance(only, str) else "pass a list, or a dict of parts by pattern"
         raise PolicyError("only", found=f"{only!r:.200}", expected=expected, do=do)
     patterns = only if isinstance(only, Mapping) else dict.fromkeys(only, ...)
     strange = [pattern for pattern in patterns if not isinstance(pattern, str)]
     if strange:
-        raise PolicyError("only", found=f"{strange[0]!r:.200}", expected=expected, do="write names as strings")
+        raise PolicyError("only", found=f"{strange[0]!r:.200}", expected=expected, do="pass names as strings")
     matches = {pattern: [name for name in live_state if fnmatchcase(name, pattern)] for pattern in patterns}
     unmatched = [pattern for pattern, names in matches.items() if not names]
     if unmatched or not matches:
-        raise PolicyError("only", found=repr(unmatched or only), expected=expected, do="look at model.state_dict()")
+        raise PolicyError("only", found=repr(unmatched or only), expected=expected, do="see model.state_dict()")
     return [(name, patterns[pattern]) for pattern, names in matches.items() for name in names]
 
 
@@ -163,9 +163,9 @@ def _merge_model_state(
     merged = dict(selection.live_state)
     for name, index in selection.indices.items():
         if name not in saved:
-            expected = "the tensors that are to be restored"
-            do = "restore what was saved, or choose another step"
-            raise MismatchError(f"{where}, {name}", found="nothing of it in the checkpoint", expected=expected, do=do)
+            expected = "all tensors that are to be restored"
+            do = "restore names that were saved, or another step"
+            raise MismatchError(f"{where}, {name}", found="no such tensor in the checkpoint", expected=expected, do=do)
         merged[name] = saved[name]
         if not isinstance(index, EllipsisType):
             state_dicts.check_tensor_fits(selection.live_state[name], saved[name], f"{where}, {name}", strict=strict)
@@ -242,7 +242,7 @@ def _index_of_part(name: str, tensor: Any, part: _Part) -> _TorchIndex | None:
     if isinstance(part, EllipsisType):
         return part
     if not isinstance(tensor, Tensor) or not tensor.dim():
-        raise PolicyError(where, found="a value without axes", expected="a tensor that has parts", do="say ... for it")
+        raise PolicyError(where, found="a value without axes", expected="a tensor with axes", do="pass ... for it")
     if isinstance(part, slice):
         return (_check_slice(part, tensor.shape[0], where),)
     if isinstance(part, tuple) and part and all(isinstance(side, slice | tuple | list) for side in part):
@@ -251,33 +251,28 @@ def _index_of_part(name: str, tensor: Any, part: _Part) -> _TorchIndex | None:
     try:
         indices = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise PolicyError(
-            where, found=repr(part)[:200], expected=_EXPECTED_PART, do="write e.g. slice(0, 512)"
-        ) from error
+        found, do = repr(part)[:200], "pass e.g. slice(0, 512)"
+        raise PolicyError(where, found=found, expected=_EXPECTED_PART, do=do) from error
     if indices.dtype == torch.bool and indices.shape == tensor.shape:
         return indices
     is_integer = not (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool)
     if not is_integer or indices.dim() != 1 or not indices.numel():
         found = f"{indices.dtype} of shape {list(indices.shape)} for a tensor of {list(tensor.shape)}"
-        raise PolicyError(where, found=found, expected=_EXPECTED_PART, do="write e.g. slice(0, 512)")
+        raise PolicyError(where, found=found, expected=_EXPECTED_PART, do="pass e.g. slice(0, 512)")
     if int(indices.min()) < 0 or int(indices.max()) >= tensor.shape[0]:
         found = f"rows {int(indices.min())} to {int(indices.max())}"
-        raise PolicyError(
-            where, found=found, expected=f"rows from 0 to {tensor.shape[0] - 1}", do="name rows that the tensor has"
-        )
+        expected = f"rows from 0 to {tensor.shape[0] - 1}"
+        raise PolicyError(where, found=found, expected=expected, do="pass rows of the tensor")
     return indices.to(torch.int64)
 
 
 def _box_slices(part: tuple[Any, ...], tensor: Tensor, where: str) -> tuple[slice, ...]:
     if any(not isinstance(side, slice) and len(side) != 2 for side in part):
-        raise PolicyError(
-            where, found=repr(part)[:200], expected=_EXPECTED_PART, do="write e.g. (slice(0, 512), (0, 64))"
-        )
+        do = "pass e.g. (slice(0, 512), (0, 64))"
+        raise PolicyError(where, found=repr(part)[:200], expected=_EXPECTED_PART, do=do)
     if len(part) > tensor.dim():
-        do = "leave the other axes out"
-        raise PolicyError(
-            where, found=f"a box of {len(part)} axes", expected=f"at most the {tensor.dim()} of the tensor", do=do
-        )
+        found, expected = f"a box of {len(part)} axes", f"at most the {tensor.dim()} of the tensor"
+        raise PolicyError(where, found=found, expected=expected, do="leave the other axes out")
     return tuple(
         _check_slice(side if isinstance(side, slice) else slice(*side), length, f"{where}, axis {axis}")
         for axis, (side, length) in enumerate(zip(part, tensor.shape, strict=False))
@@ -288,9 +283,9 @@ def _check_slice(rows: slice, length: int, where: str) -> slice:
     ends = [end for end in (rows.start, rows.stop) if end is not None]
     is_integer = all(type(end) is int for end in ends) and (rows.step is None or type(rows.step) is int)
     if not is_integer or (rows.step or 1) < 1 or any(not -length <= end <= length for end in ends):
-        do = "write e.g. slice(0, 512)"
+        do = "pass e.g. slice(0, 512)"
         raise PolicyError(where, found=repr(rows), expected=f"a slice within {length}, of a step of 1 or more", do=do)
     if not range(*rows.indices(length)):
-        do = "leave this tensor out, or name some of its rows"
+        do = "leave this tensor out, or pass some of its rows"
         raise PolicyError(where, found=f"{rows!r}, which is empty within {length}", expected="some rows", do=do)
     return slice(*rows.indices(length))

@@ -75,7 +75,7 @@ class FixedIntervalPolicy:
     is_by_step = True
 
     def __post_init__(self) -> None:
-        validate.check_int("FixedIntervalPolicy(interval=)", self.interval, do="say how many steps")
+        validate.check_int("FixedIntervalPolicy(interval=)", self.interval, do="pass a number of steps")
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
         return step % self.interval == 0
@@ -93,8 +93,8 @@ class SpecificStepsPolicy:
     is_by_step = True
 
     def __post_init__(self) -> None:
-        expected, do = "steps, such as [100, 200]", "put them into a list"
-        validate.check_instance("SpecificStepsPolicy, steps", self.steps, Iterable, expected=expected, do=do)
+        expected, do = "steps, such as [100, 200]", "pass them as a list"
+        validate.check_instance("SpecificStepsPolicy(steps=)", self.steps, Iterable, expected=expected, do=do)
         object.__setattr__(self, "steps", tuple(layout.check_step(step) for step in self.steps))
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
@@ -114,7 +114,7 @@ class ContinuousCheckpointingPolicy:
     def __post_init__(self) -> None:
         seconds = self.minimum_interval_secs
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            where, do = "ContinuousCheckpointingPolicy(minimum_interval_secs=)", "say e.g. 600 for ten minutes"
+            where, do = "ContinuousCheckpointingPolicy(minimum_interval_secs=)", "pass e.g. 600 for ten minutes"
             raise validate.argument_error(where, seconds, "a number of seconds from 0", do)
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
@@ -137,7 +137,7 @@ class BestMetricPolicy:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        validate.check_str("BestMetricPolicy(metric=)", self.metric, do="name what the loop reports")
+        validate.check_str("BestMetricPolicy(metric=)", self.metric, do="pass the name of a metric")
         validate.check_choice("BestMetricPolicy(mode=)", self.mode, ("min", "max"))
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
@@ -256,7 +256,7 @@ class SaveSchedule:
         answers = [decide()] if is_local else gather_or_raise(decide, self._group)
         steps = sorted({other for other, _, _ in answers})
         if len(steps) > 1:
-            found, do = f"ranks at steps {', '.join(map(str, steps))}", "let all ranks ask at every step"
+            found, do = f"ranks at steps {', '.join(map(str, steps))}", "call should_save on all ranks at every step"
             raise PolicyError("should_save", found=found, expected="the same step on all ranks", do=do)
         self._is_preempted = any(is_signalled for _, _, is_signalled in answers)
         is_due = any(is_due for _, is_due, _ in answers)
@@ -312,7 +312,7 @@ class ScheduledSaver:
         """
         if self._schedule is None:
             do = "pass save_decision_policy=, such as shrinkpoint.train.FixedIntervalPolicy(1000)"
-            raise PolicyError("should_save", found="no policy", expected="one that decides", do=do)
+            raise PolicyError("should_save", found="no policy", expected="a policy", do=do)
         if not self._has_read_steps:
             for manifest in self._previous_manifests():
                 is_past = self._restored_step is None or (manifest.step or 0) <= self._restored_step
@@ -370,7 +370,7 @@ class PreemptionWatch:
         previous = signal.getsignal(_SIGNAL)
         do = "make the manager in the main thread, before other libraries set handlers"
         if previous is None:
-            found, expected = "a handler of SIGTERM that was not set in Python", "one that can be called"
+            found, expected = "a handler of SIGTERM that was not set in Python", "a handler that can be called"
             raise PolicyError("PreemptionCheckpointingPolicy", found=found, expected=expected, do=do)
         try:
             signal.signal(_SIGNAL, _Handler(self, previous))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shrinkpoint import validate
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError, error_text
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
@@ -115,15 +115,12 @@ def check_state_dicts(
     """
     for target, state, where in _pair_with_saved(obj, saved, name):
         if not callable(getattr(target, "load_state_dict", None)):
-            do = "pass the model, optimizer or scheduler itself"
-            raise PolicyError(
-                where, found=validate.type_name(target), expected="an object with load_state_dict()", do=do
-            )
+            found, do = validate.type_name(target), "pass the model, optimizer or scheduler itself"
+            raise PolicyError(where, found=found, expected="an object with load_state_dict()", do=do)
         if not isinstance(state, dict) and isinstance(target, nn.Module | Optimizer):
             do = "pass the objects under the names under which they were saved"
-            raise MismatchError(
-                where, found=f"{validate.type_name(state)} in the checkpoint", expected="a state_dict", do=do
-            )
+            found = f"{validate.type_name(state)} in the checkpoint"
+            raise MismatchError(where, found=found, expected="a state_dict", do=do)
         if isinstance(target, nn.Module):
             _check_module_state(target, state, where, strict=strict, alternative=alternative)
         elif isinstance(target, Optimizer):
@@ -166,7 +163,7 @@ def load_state_dicts(
             else:
                 target.load_state_dict(state, **({"strict": strict} if isinstance(target, nn.Module) else {}))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            found, expected = f"{type(error).__name__}: {error}", f"a state that this {type(target).__name__} loads"
+            found, expected = error_text(error), f"a state that this {type(target).__name__} loads"
             raise MismatchError(where, found=found, expected=expected, do="build it as it was saved") from error
 
 
@@ -208,7 +205,7 @@ def _pair_with_saved(obj: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any
     states = dict(enumerate(saved)) if isinstance(saved, list) else saved
     if not isinstance(states, dict) or members.keys() != states.keys():
         found = f"{_preview(states)} in the checkpoint" if isinstance(states, dict) else validate.type_name(saved)
-        raise MismatchError(name, found=found, expected=_preview(members), do="pass what was passed to save")
+        raise MismatchError(name, found=found, expected=_preview(members), do="pass the same objects as to save")
     for key, member in members.items():
         yield from _pair_with_saved(member, states[key], f"{name}[{key!r}]")
 
@@ -266,7 +263,7 @@ def _check_tied_tensors(live: Mapping[str, Any], saved: Mapping[str, Any], where
         addresses = {saved[key].data_ptr() for key in (first, name)}
         is_partial = tensor.data_ptr() in addresses  # one of them is the live value, which a partial restore keeps
         if len(addresses) > 1 and not is_partial and not same_bits(saved[first], saved[name]):
-            found, expected = f"another value than {first} has", f"the same, since the model ties {name} to {first}"
+            found, expected = f"another value than {first} has", f"the same, as the model ties {name} to {first}"
             do = "build the model untied, as it was saved, or pass strict=False to keep the last of them"
             raise MismatchError(f"{where}, {name}", found=found, expected=expected, do=do)
 
@@ -348,7 +345,7 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
         found = f"groups of {saved_sizes} parameters in the checkpoint"
         raise MismatchError(where, found=found, expected=f"{sizes}", do=do)
     if not isinstance(saved.get("state"), dict):
-        do = "leave the optimizer out: it starts anew"
+        do = "leave the optimizer out, so that it starts anew"
         raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer", do=do)
     for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
         for slot in PARAMETER_SHAPED:
@@ -525,4 +522,4 @@ def _check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
     required = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
     if scaler.is_enabled() and (not isinstance(saved, Mapping) or not required <= saved.keys()):
         found, do = "the state of one that was off", "leave it out, or turn it off"
-        raise MismatchError(where, found=found, expected="that of a gradient scaler which is on", do=do)
+        raise MismatchError(where, found=found, expected="that of a gradient scaler that is on", do=do)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import CorruptError, MembershipError, PolicyError, missing_extra
+from shrinkpoint.errors import CorruptError, MembershipError, PolicyError, error_text, missing_extra
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.lossless import Lossless
@@ -39,7 +39,7 @@ __all__ = ["CompressedTransport"]
 
 _WHERE = "CompressedTransport"
 _BLOCK = 1 << 20  # Bytes that are read between two looks at the clock
-_DO = "look at the log of the replica that sent it; torchft tries again in the next round"
+_DO = "read the log of the replica that sent it; torchft retries in the next round"
 
 
 class CompressedTransport(HTTPTransport):  # its server, its address, and its lock until the state is there
@@ -93,7 +93,7 @@ class CompressedTransport(HTTPTransport):  # its server, its address, and its lo
         """Encode a state, and serve it until `disallow_checkpoint`."""
         if missing := [key for key in self._own_moments if key not in state_dict["user"]]:
             found, expected = f"no state {missing[0]!r}", f"one of {sorted(state_dict['user'])}"
-            raise PolicyError(f"{_WHERE}, own_moments", found=found, expected=expected, do="register it before")
+            raise PolicyError(f"{_WHERE}, own_moments", found=found, expected=expected, do="register it first")
         storage, scheme = MemoryStorage(), _OwnMoments(self._own_moments) if self._own_moments else Lossless()
         quantized = scheme.quantize(flatten(state_dict), None)
         write_file(storage, "state", quantized, scheme=scheme, reference=None, parent=None, threads=self._threads)
@@ -182,5 +182,5 @@ def _fetch(address: str, step: int, where: str, seconds: float, limit: int) -> b
                 data += block
         return data
     except (OSError, ValueError, http.client.HTTPException) as error:
-        found = f"{type(error).__name__}: {error}"
+        found = error_text(error)
         raise MembershipError(where, found=found, expected="the state", do=_DO) from error

@@ -145,7 +145,7 @@ def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_t
     bowl = Bowl(1e12)
     chain = Chain(bowl, nats=1e-3, evaluate=bowl.evaluate)
     for _ in range(2):
-        with pytest.warns(LossWarning, match="no step sizes keep the loss within"):
+        with pytest.warns(LossWarning, match="no step sizes keep the rise of the loss within"):
             said = chain.save()
         assert said["chosen"] == {"step_in_deviations": None, "moments": "coded"} and said["size"] is None
         assert len(said["tried"]) == MAX_TRIALS and all(line["rise"] > 1e-3 for line in said["tried"])

@@ -226,7 +226,7 @@ def test_a_candidate_without_a_number_does_not_hold():
 def test_where_even_the_safest_setting_breaks_the_model_nothing_is_lost(answer, fallback):
     distance = Distance(a_state())
     scheme = sp.Inshrinkerator(evaluate=lambda one: 1.0 if distance(one) == 1 else answer, fallback=fallback)
-    with pytest.warns(LossWarning, match="this checkpoint is lossless"):
+    with pytest.warns(LossWarning, match="this checkpoint is exact"):
         made = settled(scheme, a_state())
     assert not made.quantized and made.loss["fallback"] == "lossless"
 
@@ -260,7 +260,7 @@ def test_where_no_setting_holds_the_uniform_grids_of_qd_are_tried_before_anythin
 
 @pytest.mark.parametrize("kind", [sp.Inshrinkerator, sp.QD, sp.CNR, sp.GOBO])
 def test_no_scheme_breaks_its_threshold_unless_that_was_asked_for(kind):
-    with pytest.warns(LossWarning, match="no setting keeps .* this checkpoint is lossless"):
+    with pytest.warns(LossWarning, match="no setting keeps .* this checkpoint is exact"):
         made = settled(kind(threshold=0.0, evaluate=Distance(a_state())), a_state())
     assert not made.quantized and made.loss["fallback"] == "lossless"
     with pytest.warns(LossWarning, match="no setting keeps .* the safest one is used"):
@@ -270,7 +270,7 @@ def test_no_scheme_breaks_its_threshold_unless_that_was_asked_for(kind):
 
 def test_and_nothing_is_lost_if_nothing_was_asked_for(tmp_path):
     scheme = sp.Inshrinkerator(threshold=0.0, evaluate=Distance(a_state()), optimizer="reset")
-    with pytest.warns(LossWarning, match="this checkpoint is lossless"):
+    with pytest.warns(LossWarning, match="this checkpoint is exact"):
         report = sp.save(a_state(), tmp_path / "a", scheme=scheme)
     assert difference(a_state(), sp.load(tmp_path / "a")) is None
     assert "chosen" not in report.loss_report and report.loss_report["fallback"] == "lossless"
@@ -329,7 +329,7 @@ def test_loss_needs_a_bound_or_a_setting():
             get_scheme(name)
         with pytest.raises(PolicyError, match="evaluate= or config="):
             sp.save(a_state(), "nowhere/at/all", scheme=name)
-    with pytest.raises(PolicyError, match="'lossless' or 'inshrinkerator' or 'fisher'"):
+    with pytest.raises(PolicyError, match="one of 'lossless', 'inshrinkerator', 'fisher'"):
         get_scheme("zip")
 
 

@@ -73,7 +73,7 @@ def allocate_bits(
     if not callable(evaluate):
         where, expected, advice = "allocate_bits, evaluate", "a function of the model", "pass the function itself"
         raise validate.argument_error(where, evaluate, expected, advice)
-    validate.check_float("allocate_bits, ratio", ratio, minimum=1.0, do="say how many times smaller")
+    validate.check_float("allocate_bits, ratio", ratio, minimum=1.0, do="pass how many times smaller, such as 4")
     validate.check_bool("allocate_bits, higher_is_better", higher_is_better)
     loss = _evaluate_without_grad(model, evaluate)
     if not math.isfinite(loss):

@@ -249,7 +249,7 @@ def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallel
     where = "recommend(candidates=...)"
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
         is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
-        do = f"write [{candidates!r}]" if is_one else "make a list of them, the most accurate first"
+        do = f"write [{candidates!r}]" if is_one else "pass a list of them, the most accurate first"
         raise validate.argument_error(where, candidates, "a list of compressors", do)
     for candidate in candidates:
         if isinstance(candidate, tuple) and len(candidate) != 2:

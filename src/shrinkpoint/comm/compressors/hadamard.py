@@ -62,9 +62,9 @@ class Hadamard(Compressor):
     def __post_init__(self) -> None:
         check_compressor("Hadamard", self.compressor)
         if type(self.block) is not int or self.block not in BLOCK_SIZES:
-            raise PolicyError("block", found=repr(self.block), expected="16, 64 or 256", do="use 64")
+            raise PolicyError("block", found=repr(self.block), expected="16, 64 or 256", do="pass 64")
         if self.outlier_threshold is not None:
-            validate.check_float("outlier_threshold", self.outlier_threshold, exclusive=False, do="use 5, or None")
+            validate.check_float("outlier_threshold", self.outlier_threshold, exclusive=False, do="pass 5, or None")
 
     @property
     def spec(self) -> str:

@@ -80,7 +80,7 @@ class IndexCode:
     def mismatch_error(self, problem: str = "other bytes") -> MismatchError:
         """The error for bytes that are not such a code."""
         expected = f"{self.k} ascending positions below {self.n}, in {self.size} bytes"
-        advice = "give both ends the same compressor, shape and dtype, and look for damage on the way"
+        advice = "use the same compressor, shape and dtype at both ends, and check the network"
         return MismatchError("indices of a message", found=problem, expected=expected, do=advice)
 
     def encode_torch(self, indices: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def native_threads(count: int) -> int:
 def check_group_size(where: str, size: int, default: int) -> None:
     """Raise a PolicyError if a number of values is not a power of two from 16 to 4096."""
     if not isinstance(size, int) or not 16 <= size <= 4096 or size & (size - 1):
-        raise PolicyError(where, found=repr(size), expected="a power of two, 16 to 4096", do=f"use {default}")
+        raise PolicyError(where, found=repr(size), expected="a power of two, 16 to 4096", do=f"pass {default}")
 
 
 def to_groups(tensor: Tensor, size: int) -> Tensor:

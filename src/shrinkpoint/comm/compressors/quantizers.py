@@ -182,7 +182,7 @@ class Uniform(_Quantizer):
         validate.check_bool("dither", self.dither)
         if not is_size and self.group not in (None, "row", "channel"):
             expected = 'a number of values, "row", "channel" or None'
-            raise PolicyError("group", found=repr(self.group), expected=expected, do="use 64")
+            raise PolicyError("group", found=repr(self.group), expected=expected, do="pass 64")
 
     @property
     def spec(self) -> str:

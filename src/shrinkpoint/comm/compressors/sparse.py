@@ -35,6 +35,7 @@ range infinite. A compressor is given all of them as one 1-d tensor."""
 MAX_COLUMNS = (1 << 32) - 1  # The number of values that native code can select from at once
 _MAGNITUDE_MASK = 0x7FFFFFFF
 _UINT32_MAX = (1 << 32) - 1
+SAME_INDICES_ADVICE = "put TopK or RandomK on the forward direction of the same boundary, or choose another compressor"
 _HASH_STEP = 0x9E3779B1
 _HASH_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
@@ -53,7 +54,7 @@ class _SparseCompressor(Compressor):
     def _check_values(self) -> None:
         if not isinstance(self.values, Compressor) and self.values not in ("fp32", "fp16", "bf16"):
             where, expected = f"{type(self).__name__}, values", "fp32, fp16, bf16 or a compressor"
-            raise validate.argument_error(where, self.values, expected, "choose one of them")
+            raise validate.argument_error(where, self.values, expected, "pass one of them")
 
     @property
     def _values_spec(self) -> str:
@@ -100,7 +101,7 @@ class _SparseCompressor(Compressor):
 
 
 def _check_share(where: str, share: float) -> None:
-    validate.check_float(f"{where}, share", share, maximum=1.0, do="give 0.1 for a tenth")
+    validate.check_float(f"{where}, share", share, maximum=1.0, do="pass 0.1 for a tenth")
 
 
 def _format_percent(share: float) -> str:
@@ -173,7 +174,7 @@ class TopK(_SparseCompressor):
         if self.per not in ("sample", "tensor"):
             expected = f"sample, tensor or the size of a chunk, 1 to {MAX_COLUMNS}"
             if not isinstance(self.per, int) or isinstance(self.per, bool) or not 1 <= self.per <= MAX_COLUMNS:
-                raise PolicyError("TopK", found=f"per {self.per!r}", expected=expected, do="choose one of them")
+                raise PolicyError("TopK", found=f"per={self.per!r}", expected=expected, do="pass one of them")
 
     @property
     def spec(self) -> str:
@@ -349,7 +350,7 @@ class RandomK(_KnownIndices):
     def __post_init__(self) -> None:
         _check_share("RandomK", self.share)
         self._check_values()
-        validate.check_int("RandomK, seed", self.seed, minimum=0, maximum=_UINT32_MAX, do="take 0")
+        validate.check_int("RandomK, seed", self.seed, minimum=0, maximum=_UINT32_MAX, do="pass 0")
         validate.check_bool("RandomK, scaled", self.scaled)
 
     @property
@@ -430,7 +431,7 @@ class SameIndices(_KnownIndices):
         indices, count = _context_indices(context), math.prod(shape)
         if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < count:
             problem, expected = f"positions up to {int(indices[-1])}", f"positions below {count}, for {tuple(shape)}"
-            advice = "give both directions of a boundary tensors of one shape"
+            advice = "send tensors of one shape in both directions of a boundary"
             raise MismatchError(f"compressor {self.spec}", found=problem, expected=expected, do=advice)
         return indices.to(device)
 
@@ -438,6 +439,5 @@ class SameIndices(_KnownIndices):
 def _context_indices(context: CompressorContext) -> Tensor:
     if context.indices is None:
         expected = "the indices of a forward message"
-        advice = "put TopK or RandomK on the forward direction of the same boundary, or choose another compressor"
-        raise PolicyError("compressor same", found="no indices", expected=expected, do=advice)
+        raise PolicyError("compressor same", found="no indices", expected=expected, do=SAME_INDICES_ADVICE)
     return context.indices

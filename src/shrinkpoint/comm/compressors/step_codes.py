@@ -77,7 +77,7 @@ class StepCodes(Compressor):
         message = _Message.from_wire(wire, out.numel())
         if message.digest != steps.digest:
             problem, expected = "a gradient in steps of another second moment", "the same steps on all ranks"
-            advice = "load the same states of optimizer and gradients on every rank, and change none on one alone"
+            advice = "load the same states of optimizer and gradients on all ranks, and change none on one rank alone"
             raise MismatchError("second moments", found=problem, expected=expected, do=advice)
         is_plain = out.dtype == torch.float32 and out.is_contiguous()
         values = out.detach().view(-1) if is_plain else torch.empty(out.numel(), dtype=torch.float32, device="cpu")
@@ -127,12 +127,12 @@ def _read_header(wire: Tensor) -> tuple[int, int, int, int, int, float]:
         raise _damaged(f"{data.nbytes} bytes")
     flags, *others = _HEADER.unpack(data.tobytes())
     if flags & ~(_IS_RAW | _IS_NOT_FINITE) != _MAGIC:
-        raise _damaged("bytes that no sender of steps writes")
+        raise _damaged("bytes that no sender writes")
     return flags & 0xFFFF, *others
 
 
 def _damaged(problem: str) -> MismatchError:
-    expected, advice = "a message of codes", "compress with the same spec on every rank, and look at the network"
+    expected, advice = "a message of codes", "compress with the same spec on all ranks, and check the network"
     return MismatchError("compressor v, message", found=problem, expected=expected, do=advice)
 
 

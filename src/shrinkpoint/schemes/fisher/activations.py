@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint import validate
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, error_text
 from shrinkpoint.tensors.memory import callers_default
 
 MAX_POSITIONS = 1 << 13
@@ -87,7 +87,7 @@ class _LayerRecorder:
         """Record a forward pass, and the gradient of its output when it is computed."""
         if hasattr(inputs, "to_local"):  # averages of DTensors would wait for other ranks in a save of one rank
             found, do = "a layer in tensor parallelism", "leave activations= and calibrate= out"
-            raise PolicyError(f"activations, {name}", found=found, expected="one that this rank has whole", do=do)
+            raise PolicyError(f"activations, {name}", found=found, expected="a layer that this rank has whole", do=do)
         statistics = self.layers.setdefault(name, LayerStatistics())
         if not _has_values(inputs, output) or not inputs.numel():
             return
@@ -271,7 +271,7 @@ def record_calibration(
                         with torch.autocast(item.device.type, enabled=False):
                             item.backward()
         except Exception as error:
-            found, expected = f"{type(error).__name__}: {error}", "a function that runs the model on some batches"
+            found, expected = error_text(error), "a function that runs the model on some batches"
             do = "make it take what is saved (a model, or a state) and run the model, as evaluate= does"
             raise PolicyError("calibrate", found=found, expected=expected, do=do) from error
         finally:
@@ -280,7 +280,7 @@ def record_calibration(
     layers = {name: layer for name, layer in recorder.layers.items() if not layer.is_empty}
     if not layers:
         found, expected = "a function that ran no layer with a weight of this state", "one that runs the saved model"
-        do = "load the state into the model that it runs; a compiled model runs no hooks"
+        do = "load the state into the model that it runs; do not compile that model"
         raise PolicyError("calibrate", found=found, expected=expected, do=do)
     return layers
 
@@ -318,5 +318,5 @@ def check_activations(activations: Any, calibrate: Any) -> tuple[Activations | N
         do = "pass the recorder, or the function"
         raise PolicyError("Fisher", found="activations and calibrate", expected="one of them", do=do)
     if activations is not None and not isinstance(activations, Activations):
-        raise validate.argument_error("activations", activations, "a shrinkpoint.Activations(model)", "make one")
+        raise validate.argument_error("activations", activations, "a recorder", "pass shrinkpoint.Activations(model)")
     return activations, validate.check_optional_callable("calibrate", calibrate)

@@ -204,6 +204,10 @@ class Objective(ABC):
         """
         raise NotImplementedError
 
+    def unmet(self, measured: str = "the loss") -> str:
+        """The observation that no steps are fine enough, for a warning."""
+        return f"no step sizes keep the rise of {measured} within {self.settings.get('budget')}"
+
     @abstractmethod
     def choose(
         self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
@@ -264,9 +268,9 @@ class RatioTarget(Objective):
             if state_bits.is_first:  # later ones warn: what is reachable changes during a run
                 unit = 10.0 ** (math.floor(math.log10(reachable)) - 1)
                 expected = f"at most {math.floor(reachable / unit) * unit:g}"  # two digits
-                do = "ask for less, or for a budget with evaluate="
+                do = "pass a smaller ratio, or a budget with evaluate="
                 raise PolicyError("ratio", found=found, expected=expected, do=do)
-            warn_user(f"ratio: {found}: they are used")
+            warn_user(f"ratio: {found}, and are used. Pass a smaller ratio")
         return _accept(_quantize(candidates, low, memory), memory, measure)
 
 
@@ -456,7 +460,7 @@ def make_objective(
     names = [name for name, value in asked.items() if value is not None]
     if len(names) > 1:
         found = " and ".join(names)
-        raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
+        raise PolicyError("Fisher", found=found, expected="one of them", do="pass one of them")
     if budget is not None:
         share = _parse_budget(budget)
         if not is_measured:
@@ -464,7 +468,7 @@ def make_objective(
             raise PolicyError("budget", found=found, expected="evaluate=", do=do)
         return LossBudget(DEFAULT_BUDGET, 100 * share)
     if ratio is not None:
-        do = "say how many times smaller the state shall be"
+        do = "pass how many times smaller the state becomes, such as 20"
         return RatioTarget(validate.check_float("ratio", ratio, minimum=1.0, do=do))
     if relative_error is not None:
         return ErrorTarget(validate.check_fraction("relative_error", relative_error, maximum=MAX_RELATIVE_ERROR))
@@ -475,11 +479,11 @@ def make_objective(
 
 def _parse_budget(budget: Any) -> float:
     """Read a share of the loss such as "1%" as a fraction."""
-    expected, do = 'a share of the loss such as "1%"', "write nats= for a rise in the loss's own unit"
+    expected, do = 'a share of the loss such as "1%"', "pass nats= for a rise in the loss's own unit"
     if not isinstance(budget, str):
         raise validate.argument_error("budget", budget, expected, do)
     if validate.parse_percent(budget) is None:
-        raise validate.argument_error("budget", budget, expected, "write a number and %")
+        raise validate.argument_error("budget", budget, expected, "pass a number and %")
     return validate.check_fraction("budget", budget)
 
 

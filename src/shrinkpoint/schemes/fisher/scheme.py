@@ -514,7 +514,8 @@ class Fisher(Planner["FisherChoice"]):
                 if own is None or own.baseline.is_finite:
                     choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)
             if choice is None:
-                warn_user(f"no step sizes keep the loss of {tracked.name} within {self}: this copy is saved exactly")
+                problem = self._objective.unmet(f"the loss of {tracked.name.rstrip('.')}")
+                warn_user(f"{problem}, so this copy is exact. Raise the budget")
             else:
                 choices[tracked.name], self._copies[tracked.name] = choice, memory
         return choices
@@ -576,9 +577,9 @@ class Fisher(Planner["FisherChoice"]):
                 warn_user(warning)
         if candidates.without_feedback:
             names = humanize.names(sorted(candidates.without_feedback))
-            warn_user(f"rounded without error feedback, since the recorded inputs are unusable: {names}")
+            warn_user(f"rounded without error feedback, since the recorded inputs are unusable: {names}. Record more")
         if choice.weights is None:
-            warn_user(f"no step sizes keep the loss within {self}: this checkpoint's weights are exact. Allow more")
+            warn_user(f"{self._objective.unmet()}, so the weights of this checkpoint are exact. Raise the budget")
 
     def _measured_objective(self, metric: DegradationMetric | None) -> Objective:
         """The objective in the loss's own unit, less the noise of a measurement, if something is measured."""

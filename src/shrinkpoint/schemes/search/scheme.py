@@ -170,7 +170,7 @@ class SearchScheme(Planner["SearchChoice"]):
         self._last_choice: Point | None = None
         self._is_quiet = False
         if evaluate is None and config is None:
-            expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
+            expected, do = "evaluate= or config=", "pass a function that measures the model, or a setting"
             raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
 
     @property
@@ -381,7 +381,8 @@ class SearchScheme(Planner["SearchChoice"]):
         worst = next((t.degradation for result in results for t in result.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
         text = f"no setting keeps the rise within {self._threshold:.2%} (the safest: {worst:.2%})"
-        warn_user(f"{text}: {'this checkpoint is lossless' if lossless else 'the safest one is used'}. Allow more")
+        outcome = "this checkpoint is exact" if lossless else "the safest one is used"
+        warn_user(f"{text}: {outcome}. Raise the threshold")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
             return SearchChoice(record=record | {"exact": text}, lossless=True)
@@ -470,7 +471,7 @@ def _find_problem(measurement: Measurement, trials: Trials) -> EvaluateProblem |
 
 def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> SearchChoice:
     """Nothing is lost, since `evaluate` failed or cannot be believed; warns."""
-    warn_user(f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}")
+    warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
     return SearchChoice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
 
 

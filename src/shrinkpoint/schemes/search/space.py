@@ -32,9 +32,9 @@ class Axis:
     def __post_init__(self) -> None:
         if not self.values or len(set(self.values)) < len(self.values):
             where, expected = f"Axis({self.name!r})", "different values, at least one"
-            raise PolicyError(where, found=repr(self.values), expected=expected, do="name them")
+            raise PolicyError(where, found=repr(self.values), expected=expected, do="pass such values")
         if self.name == METRIC:
-            raise PolicyError("Axis", found=repr(self.name), expected="another name", do="let variants be the metrics")
+            raise PolicyError("Axis", found=repr(self.name), expected="another name", do="pass metrics as variants")
 
     def nearest_safe_index(self, value: object) -> int | None:
         """The index of `value`, or of the nearest safer one; None if there is neither."""
@@ -73,7 +73,7 @@ class Space:
         for argument, names in (("axes", [axis.name for axis in self.axes]), ("variants", list(self.variants))):
             if len(set(names)) < len(names) or (argument == "variants" and not names):
                 where, expected = f"Space({argument}=)", "different names"
-                raise PolicyError(where, found=repr(names), expected=expected, do="name each once")
+                raise PolicyError(where, found=repr(names), expected=expected, do="pass each once")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,8 +99,8 @@ class Space:
         if variants is None:
             return self.variants
         if not variants or not set(variants) <= set(self.variants):
-            expected = " or ".join(map(repr, self.variants))
-            found, do = repr(tuple(variants)), "allow at least one of them"
+            expected = "one of " + ", ".join(map(repr, self.variants))
+            found, do = repr(tuple(variants)), "pass at least one of them"
             raise PolicyError("variants", found=found, expected=expected, do=do)
         return tuple(dict.fromkeys(variants))
 
@@ -135,7 +135,7 @@ class Space:
             expected = "a value for each of " + ", ".join(f"{axis.name} {axis.values}" for axis in self.axes)
             if self.variants != ("",):
                 expected += f"; and a metric of {self.variants}, the first where none is named"
-            raise PolicyError("config", found=repr(config), expected=expected, do="choose among these")
+            raise PolicyError("config", found=repr(config), expected=expected, do="pass such values")
         return point
 
 

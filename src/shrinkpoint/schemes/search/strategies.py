@@ -151,7 +151,7 @@ def neighbourhood(
     if last not in space:
         raise PolicyError("last", found=f"{last}", expected="a point of the space", do="search the whole space instead")
     if radius < 0:
-        raise PolicyError("radius", found=f"{radius}", expected="0 or more", do="say 1")
+        raise PolicyError("radius", found=f"{radius}", expected="0 or more", do="pass 1")
     centers = [Point(variant, last.index) for variant in (last.variant, *other_variants)]
     neighbours = {
         center: [

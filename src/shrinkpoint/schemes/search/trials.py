@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import PolicyError, ShrinkpointError, error_text
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.sharding.collectives import gather_or_raise
@@ -129,7 +129,7 @@ class Trials:
         """
         if len(points) > self.width:
             found, expected = f"{len(points)} points", f"at most {self.width}"
-            raise PolicyError("Trials.run", found=found, expected=expected, do="split them")
+            raise PolicyError("Trials.run", found=found, expected=expected, do="measure them in several rounds")
         answers = self.run_on_all_ranks(lambda: self._measure_timed(points[self._rank : self._rank + 1]))
         self.seconds |= {point: seconds for point, (_, seconds) in zip(points, answers, strict=False)}
         return [degradation for degradation, _ in answers[: len(points)]]
@@ -160,7 +160,7 @@ class Trials:
     def _describe_error(self, error: Exception) -> ShrinkpointError:
         if isinstance(error, ShrinkpointError):
             return error
-        found, do = f"{type(error).__name__}: {error}", f"see the traceback of rank {self._rank}"
+        found, do = error_text(error), f"see the traceback of rank {self._rank}"
         return PolicyError("evaluate", found=found, expected="a number", do=do)
 
 
@@ -189,7 +189,7 @@ class TrialLog:
         self, method: str, trials: Trials, sizes: Mapping[Point, float], threshold: float, progress: Progress | None
     ) -> None:
         if not threshold >= 0:
-            raise PolicyError("threshold", found=f"{threshold}", expected="0 or more", do="say e.g. 0.01 for 1%")
+            raise PolicyError("threshold", found=f"{threshold}", expected="0 or more", do="pass e.g. 0.01 for 1%")
         self._method, self._trials, self._progress = method, trials, progress
         self.sizes, self.threshold, self.width = sizes, threshold, trials.width
         self.trials: dict[Point, Trial] = {}

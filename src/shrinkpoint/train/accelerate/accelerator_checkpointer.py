@@ -219,7 +219,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
         )
         if loaded is None:
             reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
-            found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
+            found, do = f"no checkpoint that loads ({reasons})", "check the reason for each of them, or start a new run"
             raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
         directory, manifest, aligned = loaded
         if (root := self._dirs.root) is not None:
@@ -296,7 +296,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            do = "name another one"
+            do = "choose another one"
             raise StorageError(str(directory), found=f"{error}", expected="a directory", do=do) from error
         return directory
 
@@ -417,7 +417,7 @@ def record_gradients(
     Raises:
         PolicyError: no such model is prepared, or an argument is out of range.
     """
-    validate.check_int("index", index, minimum=0, do="take 0, the first")
+    validate.check_int("index", index, minimum=0, do="pass 0, the first")
     num_models, num_optimizers = len(accelerator._models), len(accelerator._optimizers)
     if index >= min(num_models, num_optimizers):
         found, expected = f"{num_models} models and {num_optimizers} optimizers", f"at least {index + 1}"

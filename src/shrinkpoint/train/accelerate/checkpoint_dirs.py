@@ -76,7 +76,7 @@ class CheckpointDirs:
             return _resolve(output_dir, "output_dir")
         directory = root / f"checkpoint_{self._accelerator.save_iteration}"
         if has_saved_state(directory):
-            found, expected = "a checkpoint that is there", "a number that is free"
+            found, expected = "a checkpoint that exists", "a free number"
             do = "set accelerator.project_configuration.iteration, or load_state first"
             raise PolicyError(str(directory), found=found, expected=expected, do=do)
         return directory
@@ -92,7 +92,7 @@ class CheckpointDirs:
             directory = _resolve(input_dir, "input_dir")
             wait_for_writes(directory)
             if not has_saved_state(directory):
-                found, do = "neither a manifest nor a state of Accelerate's own", "look at the directories next to it"
+                found, do = "neither a manifest nor a state of Accelerate's own", "check the path"
                 if not isinstance(directory, Path) or not directory.is_dir():
                     found = f"Tried to find {directory} but folder does not exist"  # Accelerate's own words
                 raise NoCheckpointError(str(directory), found=found, expected="a checkpoint", do=do)
@@ -102,7 +102,7 @@ class CheckpointDirs:
             raise PolicyError("load_state", found="no directory", do=f"pass input_dir=, or {_NUMBERING}")
         if not (candidates := self.run(root).newest_first()):
             expected = "checkpoint_0 or a later one"
-            raise NoCheckpointError(str(root), found="no checkpoint", expected=expected, do="train first")
+            raise NoCheckpointError(str(root), found="no checkpoint", expected=expected, do="save one first")
         return candidates
 
     def run(self, root: Path) -> DirectoryRun:

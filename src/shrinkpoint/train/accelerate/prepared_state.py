@@ -23,7 +23,7 @@ from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 
 _log = logging.getLogger("shrinkpoint")
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-_PREPARE_ADVICE = "prepare and register what was prepared and registered when it was saved"
+_PREPARE_ADVICE = "prepare and register the same objects as when it was saved"
 
 
 def check_engine(accelerator: Accelerator) -> None:

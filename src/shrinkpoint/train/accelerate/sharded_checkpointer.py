@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import PolicyError, ShrinkpointError, error_text
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import ObjectUrl
@@ -232,6 +232,4 @@ def _raise_first(work: Callable[[], T]) -> T:
         if isinstance(cause, ShrinkpointError):
             where = f"rank {rank}: {cause.where}"
             raise type(cause)(where, found=cause.found, expected=cause.expected, do=cause.do) from error
-        raise ShrinkpointError(
-            f"rank {rank}", found=f"{type(cause).__name__}: {cause}", do="see the traceback above"
-        ) from error
+        raise ShrinkpointError(f"rank {rank}", found=error_text(cause), do="see the traceback above") from error

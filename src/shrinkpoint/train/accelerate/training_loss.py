@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, error_text
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.tensors.nest import iter_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
@@ -51,7 +51,7 @@ class TrainingLoss(DefaultEvaluation):
             if not isinstance(model, list):
                 raise
             hint = f"loss= gets the list of the {len(model)} prepared models, and a batch"
-            return Reading(math.nan, failure=f"{type(error).__name__}: {error}; {hint}")
+            return Reading(math.nan, failure=f"{error_text(error)}; {hint}")
 
     def _describe(self) -> str:
         return f"{len(self._batches)} batches of the training dataset"

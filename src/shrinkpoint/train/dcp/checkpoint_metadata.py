@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shrinkpoint.errors import CorruptError, MismatchError, StateError
+from shrinkpoint.errors import VERIFY_ADVICE, CorruptError, MismatchError, StateError
 from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.store.directory_rewrite import MomentFilter
 from shrinkpoint.store.identify import MANIFEST
@@ -108,7 +108,7 @@ class CheckpointMetadata:
             if (chunk := by_offsets.get(tuple(offsets))) is not None:
                 return chunk
         found = f"no part of {fqn!r} that begins at {tuple(offsets)}"
-        raise MismatchError(where, found=found, expected="one that its manifest has", do="look at what was saved")
+        raise MismatchError(where, found=found, expected="a part that its manifest has", do="check the offsets")
 
     def to_torch(self) -> Metadata:
         """The metadata for torch's planners."""
@@ -231,7 +231,7 @@ def _planner_paths(planner_data: Any) -> Mapping[str, list[str | int]]:
     except (AttributeError, TypeError, ValueError):
         pass
     found = f"planner_data of type {type(planner_data).__name__} that is not a path for each name"
-    raise StateError("planner", found=found, expected="what DefaultSavePlanner keeps", do="use DefaultSavePlanner")
+    raise StateError("planner", found=found, expected="that of DefaultSavePlanner", do="use DefaultSavePlanner")
 
 
 def metadata_from_json(document: JSON, num_payloads: int, where: str) -> CheckpointMetadata:
@@ -252,7 +252,7 @@ def metadata_from_json(document: JSON, num_payloads: int, where: str) -> Checkpo
         if len({entry.fqn for entry in entries}) < len(entries):
             raise ValueError("an entry twice")
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        found, do = f"no description of a state dict ({error})", "restore another checkpoint"
+        found, do = f"no description of a state dict ({error})", VERIFY_ADVICE
         raise CorruptError(where, found=found, expected="what `dcp.save` wrote", do=do) from error
     return CheckpointMetadata({entry.fqn: entry for entry in entries})
 

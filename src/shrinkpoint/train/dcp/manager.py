@@ -246,7 +246,7 @@ def _refuse_foreign(*directories: Path) -> None:
         if not is_stock_dcp(directory):
             continue
         found = "a checkpoint that torch.distributed.checkpoint's own writer has saved"
-        do = "load it by dcp.load without a storage_reader=, and give the Manager another directory"
+        do = "load it with dcp.load without storage_reader=, and give the Manager another directory"
         raise MismatchError(str(directory), found=found, expected="checkpoints of dcp.Manager", do=do)
 
 
@@ -372,7 +372,7 @@ def _check_module(obj: Any, saved: Mapping[str, EntryMetadata], where: str) -> d
     if saved.keys() != keys.keys() or len(live) != len(keys):
         key = next(iter([*(saved.keys() - keys.keys()), *(live.keys() - keys.values())]))
         found = f"{'a' if key in saved else 'no'} key {key!r} in the checkpoint"
-        raise MismatchError(where, found=found, expected="the same keys", do="build the model as it was")
+        raise MismatchError(where, found=found, expected="the same keys", do="build the model as it was saved")
     values = {saved_key: live[key] for saved_key, key in keys.items()}
     for key, value in values.items():
         if isinstance(value, Tensor) and saved[key].is_tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import CorruptError, StateError
+from shrinkpoint.errors import VERIFY_ADVICE, CorruptError, StateError
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.decode import decode_payload
@@ -26,7 +26,6 @@ from shrinkpoint.tensors.tree_decoder import TreeDecoder
 from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, box_slices, chunk_name
 
-_ADVICE = "restore another checkpoint"
 _NUMPY_GLOBALS = [np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype]  # type: ignore[attr-defined]
 _NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
 _LOCK = ForkSafeLock()  # `safe_globals` is one list for the whole process
@@ -88,7 +87,7 @@ class PayloadReader:
         where = f"{self._where}: {name!r}"
         _check_stored_tensor(where, self._tensors.infos.get(name), entry, chunk)
         if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
-            raise CorruptError(where, found=f"a box at {starts}", expected=f"within {chunk.sizes}", do=_ADVICE)
+            raise CorruptError(where, found=f"a box at {starts}", expected=f"one in {chunk.sizes}", do=VERIFY_ADVICE)
         return self._tensors.read(name, starts, sizes)
 
     def load_object(self, fqn: str) -> Any:
@@ -102,7 +101,7 @@ class PayloadReader:
             matches = [tree[fqn]] if isinstance(tree, dict) and fqn in tree else []
         if not matches:
             expected = "what its manifest names"
-            raise CorruptError(f"{where}: {fqn!r}", found="no such entry", expected=expected, do=_ADVICE)
+            raise CorruptError(f"{where}: {fqn!r}", found="no such entry", expected=expected, do=VERIFY_ADVICE)
         return TreeDecoder(_TensorsByName(self._tensors), tie=True, where=where).decode(matches[0], (fqn,))
 
 
@@ -134,7 +133,7 @@ def _verify_header(directory: Path | ObjectUrl, payload: Payload) -> FileReader:
 def _check_stored_tensor(where: str, info: TensorInfo | None, entry: EntryMetadata, chunk: ChunkMetadata) -> None:
     if info is None or (info.shape, info.dtype) != (chunk.sizes, entry.dtype):
         found = "no such tensor" if info is None else f"{info.dtype} of shape {info.shape}"
-        raise CorruptError(where, found=found, expected=f"{entry.dtype} of shape {chunk.sizes}", do=_ADVICE)
+        raise CorruptError(where, found=found, expected=f"{entry.dtype} of shape {chunk.sizes}", do=VERIFY_ADVICE)
 
 
 class _DecodedTensors:
@@ -192,12 +191,10 @@ def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
             try:
                 return torch.load(data, map_location="cpu", weights_only=True)
             except Exception:
-                raise StateError(
-                    f"state[{fqn!r}]",
-                    found=_describe_unsupported(data),
-                    expected="tensors, numpy arrays, plain values and BytesIO, in dicts, lists and tuples",
-                    do="convert it, or leave it out of the state dict",
-                ) from None  # torch's own message is about loading
+                expected = "tensors, numpy arrays, plain values and BytesIO, in dicts, lists and tuples"
+                found, do = _describe_unsupported(data), "convert it, or leave it out of the state dict"
+                # torch's own message is about loading
+                raise StateError(f"state[{fqn!r}]", found=found, expected=expected, do=do) from None
 
 
 def _describe_unsupported(data: io.BytesIO) -> str:

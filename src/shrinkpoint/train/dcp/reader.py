@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from shrinkpoint import validate
 from shrinkpoint.errors import (
+    VERIFY_ADVICE,
     ChainError,
     CorruptError,
     FormatError,
@@ -68,9 +69,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             return super().create_local_plan()
         except (RuntimeError, ValueError) as error:
             found = f"{error}".removesuffix(".")
-            raise MismatchError(
-                self._where, found=found[0].lower() + found[1:], expected="what is to be loaded", do=self._do
-            ) from error
+            found = found[0].lower() + found[1:]
+            raise MismatchError(self._where, found=found, expected="what is to be loaded", do=self._do) from error
 
 
 class Reader(CheckpointDirectory, StorageReader):
@@ -119,8 +119,8 @@ class Reader(CheckpointDirectory, StorageReader):
             PolicyError: the metadata of one rank is requested, which no checkpoint of ours has.
         """
         if kwargs.get("rank") is not None:  # torch retries so after an error, which may concern one rank only
-            do = "look at why the checkpoint as a whole does not load"
-            raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
+            do = "see the first error: why the whole checkpoint does not load"
+            raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="that of all ranks", do=do)
         self._manifest, self._metadata = open_checkpoint(self._directory)
         metadata = self._metadata.to_torch()
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=self._manifest.id, load_id=self.load_id)
@@ -203,7 +203,7 @@ class Reader(CheckpointDirectory, StorageReader):
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(item.lengths):
             found, expected = f"{tuple(target.shape)} to read into", f"{tuple(item.lengths)}"
-            do = "build the state with the shapes that were saved"
+            do = "build the state with the saved shapes"
             raise MismatchError(f"{self._path}, {index.fqn!r}", found=found, expected=expected, do=do)
         starts, sizes = tuple(item.storage_offsets), tuple(item.lengths)
         values = payload.read_box(entry, self._find_chunk(item), starts, sizes)
@@ -233,7 +233,7 @@ def open_checkpoint(directory: Path | ObjectUrl) -> tuple[DirectoryManifest, Che
         expected = f"the directory of one checkpoint, with {MANIFEST}"
         raise NotFoundError(str(directory), found=identity.description, expected=expected, do=identity.do) from None
     if not manifest.is_dcp:
-        found, do = "a checkpoint that `dcp.save` did not write", "read it with what wrote it"
+        found, do = "a checkpoint that `dcp.save` did not write", "load it with the program that saved it"
         raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
     where = str(directory / MANIFEST)
     extra: Any = manifest.extra
@@ -316,7 +316,7 @@ def _allocate(entry: EntryMetadata, root: Path | ObjectUrl) -> Tensor:
     chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
     if chunk_bytes != entry.nbytes(entry.size):
         found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
-        raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint")
+        raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do=VERIFY_ADVICE)
     return empty(entry.size, torch_dtype(entry.dtype))
 
 
@@ -341,5 +341,5 @@ def _child(level: Any, key: str | int, default: Any) -> Any:
         level.setdefault(key, default)
     else:
         found = f"{key!r} in {validate.type_name(level)}"
-        raise CorruptError("path", found=found, expected="a nest", do="restore another checkpoint")
+        raise CorruptError("path", found=found, expected="a dict or a list", do=VERIFY_ADVICE)
     return level[key]

@@ -62,7 +62,7 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
         if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
             shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             expected = None if planned is None else tuple(planned.chunk.sizes)
-            do = "leave the state as it is until it is saved; do not replay the plan of another one"
+            do = "do not change the state until it is saved, nor replay the plan of another state"
             raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}", do=do)
         shard, tensor = ShardSpec(fqn, tuple(planned.size), tuple(planned.chunk.offsets)), data.detach()
         name = chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.global_shape)
@@ -85,7 +85,7 @@ def _planned_object(item: WriteItem, planner: SavePlanner) -> Any:
     fqn, data = item.index.fqn, planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):
         found = f"{validate.type_name(data)} where the planner promised bytes"
-        raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
+        raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="check the planner's resolve_data")
     return unpickle_plain(data, fqn)
 
 
@@ -230,7 +230,7 @@ def colocate_moments(plans: list[SavePlan]) -> list[SavePlan]:
     schemes = sorted({plan.storage_data.scheme for plan in plans if isinstance(plan.storage_data, RankSlots)})
     if len(schemes) > 1:
         found = " and ".join(schemes)
-        raise PolicyError("Writer", found=found, expected="the same on all ranks", do="set all ranks up alike")
+        raise PolicyError("Writer", found=found, expected="the same on all ranks", do="pass one scheme on all ranks")
     if not any(plan.usable for plan in plans):
         return plans  # all of them are replayed, with the moments where they were moved before
     plans = plans if all(plan.usable for plan in plans) else _restore_cached_plans(plans)

@@ -187,7 +187,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
             raise CheckpointExistsError(str(directory), found=found, do=do)
         if not kwargs.get("use_collectives", True):
-            found = "use_collectives=False, with which no rank knows whether all of the checkpoint was written"
+            found = "use_collectives=False, with which no rank knows if all of the checkpoint was written"
             raise PolicyError("Writer", found=found, expected="collectives", do="leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

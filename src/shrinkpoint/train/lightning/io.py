@@ -149,7 +149,7 @@ class ShrinkIO(CheckpointIO):
             Exception: any error of the previous background save; this call has saved nothing then.
         """
         if storage_options is not None:
-            raise _OptionsError("ShrinkIO", found="storage_options", expected="none", do="configure ShrinkIO itself")
+            raise _OptionsError("ShrinkIO", found="storage_options", expected="none", do="pass options to ShrinkIO")
         start = time.perf_counter()
         try:
             with self._lock.lock:

@@ -66,7 +66,7 @@ def load_from_checkpoint(
     if hparams_file is not None:
         extension = str(hparams_file).rsplit(".", 1)[-1].lower()
         if extension not in ("csv", "yml", "yaml"):
-            do, expected = "name the file of hyperparameters, or leave hparams_file out", "a .csv, .yml or .yaml file"
+            do, expected = "pass the file of hyperparameters, or leave hparams_file out", "a .csv, .yml or .yaml file"
             raise PolicyError("hparams_file", found=str(hparams_file), expected=expected, do=do)
         read: Any = load_hparams_from_tags_csv if extension == "csv" else load_hparams_from_yaml
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read(hparams_file)
@@ -115,7 +115,7 @@ def latest_valid(directory: _PATH) -> Path | None:
     """
     root = place_or_none(directory)
     if not isinstance(root, Path):
-        found, do = hide_credentials(str(directory)), "name a checkpoint itself"
+        found, do = hide_credentials(str(directory)), "pass the path of a checkpoint"
         raise PolicyError("ShrinkIO", found=found, expected="a path of a local file system", do=do)
     if not root.is_dir():
         return None

@@ -89,7 +89,7 @@ class Validation:
 
     def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
         self._num_batches = validate.check_int("Validation, batches", batches)
-        self._key = validate.check_str("key", key, do="name the key of the loss")
+        self._key = validate.check_str("key", key, do="pass the key of the loss")
         self._batches: list[Any] = []
 
     def describe(self) -> str:

@@ -148,7 +148,7 @@ class TitanCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         gather_or_raise(lambda: _check_own(checkpoint_id))
-        do = "build the run as it was, exclude_from_loading what is missing, or load_step an older checkpoint"
+        do = "build the run as it was saved, list missing names in exclude_from_loading, or set load_step"
         planner, reader = StrictLoadPlanner(checkpoint_id, do), Reader(threads=self._options["threads"])
         try:
             load(state_dict, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
@@ -204,7 +204,7 @@ class TitanCheckpointManager(CheckpointManager):
             if foreign:
                 latest = max(foreign, key=lambda path: later[path])
                 found, do = "a checkpoint of torchtitan's own manager", "go on with that manager, or use another folder"
-                raise MismatchError(str(latest), found=found, expected="one of shrinkpoint", do=do)
+                raise MismatchError(str(latest), found=found, expected="a checkpoint of shrinkpoint", do=do)
 
         gather_or_raise(check)
         return step
@@ -235,7 +235,7 @@ def _check_own(directory: str) -> None:
         do = (
             f"name one in it, such as {run[-1]}"
             if run
-            else "load it by torchtitan's own manager, and save it by this one"
+            else "load it with torchtitan's own manager, and save it with this one"
         )
         raise NotFoundError(directory, found="no checkpoint of shrinkpoint", do=do)
 

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError, TruncatedError
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError, TruncatedError, error_text
 from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
@@ -116,7 +116,7 @@ def _find_valid(output_dir: str | Path, *, deep: bool, optimizer: bool, may_begi
     is_first_save = len(skipped) == 1 and isinstance(skipped[0].error, UnfinishedError)
     if skipped and not (may_begin_anew and is_first_save):
         found = f"{len(skipped)} checkpoints, none of them valid; the newest: {skipped[0].error}"
-        raise NoCheckpointError(str(output_dir), found=found, expected="a valid checkpoint", do="name one to try")
+        raise NoCheckpointError(str(output_dir), found=found, expected="a valid checkpoint", do="pass one to try")
     return None
 
 
@@ -142,15 +142,13 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
     try:
         has_optimizer = _validate_own(root, deep) if is_checkpoint(root) else _validate_stock(root, deep)
         if optimizer and not has_optimizer:
-            found, do = "weights without an optimizer", "name it, to resume from its weights alone"
+            found, do = "weights without an optimizer", "pass its path to resume from the weights alone"
             raise NoCheckpointError(str(root), found=found, expected="weights and the optimizer", do=do)
     except OSError as error:
         if isinstance(error, ShrinkpointError):
             raise
-        do = "look at the disk and at the permissions"
-        raise StorageError(
-            str(root), found=f"{type(error).__name__}: {error}", expected="files to read", do=do
-        ) from error
+        do = "check the disk and the permissions"
+        raise StorageError(str(root), found=error_text(error), expected="files to read", do=do) from error
 
 
 def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
@@ -343,7 +341,7 @@ def _validate_file(path: Path, *, deep: bool) -> None:
     except _DAMAGE_ERRORS as error:
         if isinstance(error, ShrinkpointError):
             raise
-        raise _error(CorruptError, path, f"{type(error).__name__}: {error}", "a whole file") from error
+        raise _error(CorruptError, path, error_text(error), "a whole file") from error
 
 
 def _error(kind: type[ErrorT], path: Path, found: str, expected: str) -> ErrorT:

@@ -82,7 +82,7 @@ class ShrinkConfig:
             scheme_factory(self.scheme)
         self._save_settings(self.scheme if is_instance else "lossless")
         if self.evaluate is not None:
-            check_str("evaluate", self.evaluate, do='name a metric of the evaluation, such as "eval_loss"')
+            check_str("evaluate", self.evaluate, do='pass a metric of the evaluation, such as "eval_loss"')
         check_optional_int("batches", self.batches, none_meaning="for all")
         for name in ("gradients", "log_saves"):
             check_bool(name, getattr(self, name))
@@ -196,7 +196,7 @@ class Evaluation:
                 metric_key_prefix=self._prefix,
             ).metrics
         if self._metric not in metrics:
-            found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, metrics)), "name one"
+            found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, metrics)), "pass one"
             raise PolicyError("ShrinkConfig, evaluate", found=found, expected="a metric of the evaluation", do=do)
         value = float(metrics[self._metric])
         batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64, device="cpu")

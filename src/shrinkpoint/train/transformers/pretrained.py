@@ -152,7 +152,7 @@ def export_pretrained(
     target = local_path(out, "out").absolute()
     if target.exists() and not force:
         do = "pass force=True to replace it"
-        raise PolicyError(str(out), found="a name that exists", expected="a new name", do=do)
+        raise PolicyError(str(out), found="a path that exists", expected="a new name", do=do)
     adapter = find_adapter(where, step) if key is None else None
     with _without_progress(), atomic_replace(target) as temporary:
         temporary.mkdir()
@@ -197,7 +197,7 @@ def _write_model(
         try:
             writer.save_pretrained(target, state_dict=state, **shards)
         except ValueError as error:  # a size that is none
-            found, do = str(error)[:200], "say e.g. '5GB'"
+            found, do = str(error)[:200], "pass e.g. '5GB'"
             raise PolicyError("max_shard_size", found=found, expected="a size", do=do) from error
         for path in [] if directory is None else sorted(directory.iterdir()):
             if path.is_file() and path.name != CONFIG_FILE and SMALL_FILES.fullmatch(path.name):
@@ -305,7 +305,7 @@ def _check_fit(
     problems += _problem(texts, "of another shape")
     if not problems:
         return
-    do = "name the class and the configuration that were trained"
+    do = "pass the class and the configuration that were trained"
     do += "; ignore_mismatched_sizes=True initializes these" if wrong else ""
     do += "; strict=False takes what fits" if len(problems) > bool(wrong) else ""
     raise MismatchError(weights.where, found=" and ".join(problems), expected=f"the tensors of a {name}", do=do)

@@ -205,7 +205,7 @@ def _as_path(key: str | Sequence[str | int] | None) -> StatePath | None:
         return None
     path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, Sequence) else ()
     if not path or not all(type(part) in (str, int) for part in path):
-        found, do = repr(key)[:80], 'say e.g. key="ema", or key=("nets", "ema")'
+        found, do = repr(key)[:80], 'pass e.g. key="ema", or key=("nets", "ema")'
         raise PolicyError("key", found=found, expected="a key of the state, or a path of keys", do=do)
     return path
 
@@ -220,12 +220,12 @@ def _check_tensors(value: Any, where: str, path: StatePath) -> dict[str, Tensor]
         if not wrong:
             return dict(value)
         found = f"{type(value[wrong[0]]).__name__} under {wrong[0]!r:.80}"
-    do = "say where the weights are: key=, a key or a path of keys"
+    do = "pass key=, the key or the path of keys of the weights"
     raise MismatchError(f"{where}: {tensor_name(path)}", found=found, expected="a dict of tensors by name", do=do)
 
 
 def _no_weights_error(where: str, names: Sequence[str], directories: Sequence[Path]) -> NotFoundError:
-    do = "say where they are with key="
+    do = "pass key=, the key or the path of keys of the weights"
     for directory in directories:
         if is_checkpoint(directory) and any((directory / name).is_file() for name in _WEIGHT_FILES):
             do = f"the weights beside it are plain: call from_pretrained({str(directory)!r}) of the class itself"
