@@ -138,9 +138,9 @@ def test_calls_out_of_order_are_refused(tmp_path: Path):
     with pytest.raises(PolicyError, match="no state to begin with"):
         run.journal.step(1)
     run.journal.save(0, **run.objects)
-    with pytest.raises(PolicyError, match="step 2; expected 1"):
+    with pytest.raises(PolicyError, match="step 2; expected step 1"):
         run.journal.step(2)
-    with pytest.raises(PolicyError, match="step 3; expected 0"):
+    with pytest.raises(PolicyError, match="step 3; expected step 0"):
         run.journal.save(3, **run.objects)
     run.journal.step(1)
     with pytest.raises(PolicyError, match="backward"):

@@ -353,7 +353,7 @@ class Journal:
             after = self._state.digests(arguments)
             different = [name for name in before | after if before.get(name) != after.get(name)]
             if restored is None or restored.step != step or different:
-                found = f"a replay with other {', '.join(different[:4])}" if different else "a replay of other steps"
+                found = f"a replay that differs in {', '.join(different[:4])}" if different else "other steps"
                 do = "use deterministic kernels (torch.use_deterministic_algorithms), and save all that `update` reads"
                 raise MismatchError(f"journal, step {step}", found=found, expected="the bits of the run", do=do)
 

@@ -226,8 +226,8 @@ def _match_groups(saved_keys: _Keys, live_keys: _Keys, where: str, *, strict: bo
         is_same = source is None or set(saved_keys[source]) == set(keys)
         if len(found) > 1 or (strict and not (is_same and source is not None)):
             sizes = [[len(group) for group in groups] for groups in (saved_keys, live_keys)]
-            text, do = f"groups of {sizes[0]} parameters in the checkpoint", "build the groups with the same parameters"
-            raise MismatchError(where, found=text, expected=f"the same parameters in each of {sizes[1]}", do=do)
+            text, do = f"groups of {sizes[0]} parameters in the checkpoint", "build the groups with the same members"
+            raise MismatchError(where, found=text, expected=f"the same members as in {sizes[1]}", do=do)
         matches.append(source)
     return matches
 
