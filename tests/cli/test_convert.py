@@ -57,7 +57,8 @@ def test_one_checkpoint_becomes_one_file_of_ours_and_back(run, source, tmp_path)
 
 def test_a_safetensors_file_goes_back_with_its_metadata(run, tmp_path):
     save_file({"w": torch.arange(9.0), "b": torch.ones(2).bfloat16()}, tmp_path / "a.safetensors", {"made": "here"})
-    assert run("convert", tmp_path / "a.safetensors", tmp_path / "store").code == 0
+    done = run("convert", tmp_path / "a.safetensors", tmp_path / "store")
+    assert done.code == 0 and f" in {tmp_path / 'store'}: " in done.stdout
     assert run("convert", tmp_path / "store", tmp_path / "b.safetensors").code == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
