@@ -63,7 +63,7 @@ def test_numbers_go_on_behind_the_newest_after_a_load(tmp_path: Path) -> None:
     for _ in range(3):
         save_state(run.accelerator)
     resumed_loop = loop(tmp_path)
-    with pytest.raises(PolicyError, match=r"checkpoint_0.*is there"):
+    with pytest.raises(PolicyError, match=r"checkpoint_0.*a checkpoint that exists"):
         save_state(resumed_loop.accelerator)
     load_state(resumed_loop.accelerator, tmp_path / "checkpoints/checkpoint_1")
     save_state(resumed_loop.accelerator)
