@@ -160,6 +160,27 @@ def test_a_place_that_takes_no_more_is_an_error_and_loses_no_step(tmp_path: Path
     assert run.close().bits() == make(tmp_path / "whole").train(4).close().bits()
 
 
+@pytest.mark.parametrize("gone", ["files", "journal", "run"])
+def test_a_journal_that_was_deleted_is_an_error_and_a_save_begins_it_anew(tmp_path: Path, gone: str):
+    where = tmp_path / "run"
+    run = make(where).train(3)
+    match gone:
+        case "files":
+            (where / "journal" / files(where)[0]).unlink()
+        case "journal":
+            (where / "journal").rename(tmp_path / "elsewhere")
+        case _:
+            shutil.rmtree(where)
+    run.backward()
+    with pytest.raises(StorageError, match="deleted"):
+        run.journal.step(4)
+    run.journal.save(3, **run.objects)
+    run.journal.step(4)
+    bits = run.close().bits()
+    again = make(where).train(4).close()
+    assert again.restored is not None and again.restored.step == 4 and again.bits() == bits
+
+
 def test_a_step_whose_update_raises_is_not_in_the_journal(tmp_path: Path):
     expected = make(tmp_path / "whole").train(4).close().bits()
 

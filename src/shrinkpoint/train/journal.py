@@ -205,7 +205,7 @@ class Journal:
                 in `update`; gradients that were changed since, or that no record has; an optimizer whose settings, such
                 as learning rates, were changed since the last `update`.
             StorageError: appending failed. `update` was not called, and the steps before are safe: call this again once
-                there is space.
+                there is space. Where the journal was deleted, they are not: call `save` first.
             Exception: whatever `update` raises. The step is not in the journal, and the state is that of no step:
                 restore before the next one.
         """

@@ -63,11 +63,14 @@ class AppendFile:
         """Append bytes; on an error the file has the size that it had.
 
         Raises:
-            NoSpaceError: the disk is full. StorageError: writing failed.
+            NoSpaceError: the disk is full. StorageError: writing failed, or the file was deleted.
         """
         rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         end = self.size
         self._check_own()
+        if not self._path.exists():
+            found, do = "a journal that was deleted or moved away", "call its `save`, which begins it anew"
+            raise StorageError(str(self._path), found=found, expected="the file that is appended to", do=do)
         try:
             while rest:
                 with os_errors(str(self._path), "appending"):
