@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,31 @@ def test_two_writers_cannot_save_and_readers_never_wait(storage: Storage) -> Non
     second.close()
     first.save(3, state(3))
     assert first.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("gone", ["run", "lock"])
+def test_a_writer_whose_lock_was_deleted_takes_it_again_or_is_refused(tmp_path: Path, gone: str) -> None:
+    """Somebody begins a new run in a directory that was emptied, and the old run is still there."""
+
+    def delete() -> None:
+        if gone == "run":
+            shutil.rmtree(tmp_path / "run")
+        else:
+            (tmp_path / "run" / ".shrinkpoint-lock").unlink()
+
+    first, second = saved(LocalStorage(tmp_path / "run"), 1), Store(tmp_path / "run")
+    delete()
+    first.save(2, state(2))
+    with pytest.raises(LockedError):
+        second.save(3, state(3))
+    delete()
+    second.save(3, state(3))
+    with pytest.raises(LockedError):
+        first.save(4, state(4))
+    second.close()
+    first.save(4, state(4))
+    for step in (3, 4):
+        assert_loads(first, step)
 
 
 def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_swept(storage: Storage) -> None:

@@ -77,6 +77,7 @@ class Storage(Protocol):
     * `list_dirs() -> list[str]`: the first parts of all keys that have several; a restore need not list every object.
     * `has_links = False`: `link` need not be tried.
     * `flush_dir(key)` makes the links in a directory survive a power cut; without it, `link` returns once they do.
+    * `holds_lock() -> bool`: whether this process holds its lock, which somebody may have deleted.
     * `lock_expires = True`: a holder of its lock that stands still loses the lock, and may go on to write later.
     * `condition(key) -> object`: identifies the object that is there now, or that there is none.
     * `put_if(key, data, condition)`: as `put`, if the condition still holds; else an error, and nothing is written.

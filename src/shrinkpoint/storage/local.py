@@ -23,7 +23,7 @@ from typing import TypeVar
 from shrinkpoint._native import Hasher, empty, xxh3_128
 from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, check_range, storage_error
-from shrinkpoint.storage.paths import is_regular, local_path, open_regular, through_link, what_is_at
+from shrinkpoint.storage.paths import is_regular, keep_mode, local_path, open_regular, through_link, what_is_at
 
 E = TypeVar("E", bound=ShrinkpointError)
 LOCK = RESERVED + "lock"
@@ -175,6 +175,7 @@ class LocalStorage:
         self._given_path = local_path(path)
         self.path = self._root = self._given_path.absolute()
         self._root_text = str(self._root)
+        self._lock_fd = -1
 
     def put(self, key: str, data: Buffer) -> None:
         with self.create(key) as sink:
@@ -190,7 +191,7 @@ class LocalStorage:
                 yield sink
                 sink.sync()
                 with os_errors(where, "renaming into place"):
-                    _keep_mode(path, temporary)
+                    keep_mode(path, temporary)
                     temporary.replace(path)
                     _fsync_dir(path.parent)
             finally:
@@ -297,8 +298,15 @@ class LocalStorage:
     def lock(self) -> Iterator[None]:
         with os_errors(self.describe(), "creating the directory"):
             _make_dirs(self._root)
-        with hold_lock(self._root / LOCK, self.describe()):
+        with hold_lock(self._root / LOCK, self.describe()) as self._lock_fd:
             yield
+
+    def holds_lock(self) -> bool:
+        """True if the lock that was taken last is held; not if somebody has deleted its file since."""
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), (self._root / LOCK).stat())
+        except OSError:
+            return False
 
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
@@ -395,8 +403,7 @@ class LocalStorage:
 def atomic_replace(target: Path) -> Iterator[Path]:
     """Yields a free name beside `target`; the file or directory written there replaces `target` if the block ends well.
 
-    Of a symbolic link, it replaces the file that the link names. It is flushed to the disk first; if anything fails,
-    `target` stays what it was. Missing directories are made.
+    It is flushed to the disk first; if anything fails, `target` is what it was. Links are followed, directories made.
 
     Raises:
         StorageError: the system refused something, in the block too; it names `target`.
@@ -408,7 +415,7 @@ def atomic_replace(target: Path) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):  # a file has nothing below it
             _fsync(path)
-        _keep_mode(target, temporary)
+        keep_mode(target, temporary)
         if target.is_dir() and temporary.is_dir():
             target.rename(old)
         temporary.replace(target)
@@ -427,12 +434,6 @@ def atomic_replace(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):
             temporary.unlink()
-
-
-def _keep_mode(old: Path, new: Path) -> None:
-    """Let the same users read what is about to replace a file or a directory."""
-    with suppress(OSError):  # there is none, or the file system has no modes
-        new.chmod(old.stat().st_mode & 0o777)
 
 
 def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = None) -> None:
@@ -525,8 +526,8 @@ def try_lock(fd: int) -> bool:
 
 
 @contextmanager
-def hold_lock(path: Path, where: str) -> Iterator[None]:
-    """Hold the lock file at `path`; it stays there, empty, when it is released.
+def hold_lock(path: Path, where: str) -> Iterator[int]:
+    """Hold the lock file at `path`, and yield its descriptor; it stays there, empty, when it is released.
 
     Raises:
         LockedError: another process, or another part of this one, holds it.
@@ -551,7 +552,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
             with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
                 os.ftruncate(fd, 0)
                 os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        yield
+        yield fd
     finally:
         if hold in _lock_fds and os.getpid() == pid:  # a forked child leaves the lock to its parent
             if is_locked:  # else the note is another holder's

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -61,6 +62,12 @@ def what_is_at(path: Path) -> str:
 def through_link(path: Path) -> Path:
     """The file that is written where a path is a symbolic link, which stays; the path itself if it is none."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path  # noqa: PTH114 (no name is an error)
+
+
+def keep_mode(old: Path, new: Path) -> None:
+    """Let the same users read what is about to replace a file or a directory."""
+    with suppress(OSError):  # there is none, or the file system has no modes
+        new.chmod(old.stat().st_mode & 0o777)
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")

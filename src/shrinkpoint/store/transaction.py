@@ -43,13 +43,16 @@ class StoreLock:
         return {**vars(self), "_storage_lock": None, "_is_clean": False}
 
     def acquire(self) -> None:
-        """Take the lock until `release`, and remove the files of interrupted saves.
+        """Take the lock until `release`, again if it was deleted, and remove the files of interrupted saves.
 
         Raises:
             LockedError: another process holds it.
             MismatchError: a framework has saved here; the lock is held nevertheless.
             StorageError: removing failed; the lock is held nevertheless.
         """
+        holds_lock = getattr(self._storage, "holds_lock", None)
+        if self._storage_lock is not None and holds_lock is not None and not holds_lock():
+            self.release()  # by now another process may have taken the place
         if self._storage_lock is None:
             # Stored before it is taken: an interrupt may come at any line.
             self._storage_lock = lock = self._hold_storage_lock()

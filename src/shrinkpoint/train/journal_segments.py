@@ -136,7 +136,7 @@ class JournalDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def lock(self, rank: int) -> AbstractContextManager[None]:
+    def lock(self, rank: int) -> AbstractContextManager[object]:
         """Keep other processes from writing the files of a rank.
 
         Raises:
