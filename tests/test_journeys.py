@@ -2,7 +2,8 @@
 
 The limits may fall, and rise only by what a capability of its own adds. Moments that rest, exponents that move and
 matrices that are chosen added 13 functions to a save and 5 to a restore, kernels of devices 3 to a gradient, first
-moments that are coarse where their weights are 6 functions and a file to a save.
+moments that are coarse where their weights are 6 functions and a file to a save. A lock that is looked for and the mode
+of a file that is replaced added a function each to a save, strides of moments one to a restore.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (579, 68, 1077)
-RESTORE = (349, 47, 1077)
+SAVE = (581, 68, 1078)
+RESTORE = (350, 47, 1077)
 GRADIENT = (82, 10, 118)
 
 
