@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -164,3 +165,19 @@ def test_a_run_that_cannot_be_listed_is_none_without_checkpoints(tmp_path, monke
     monkeypatch.setattr("os.scandir", scandir)
     with pytest.raises(StorageError, match="listing failed"):
         find_checkpoints(tmp_path)
+
+
+def test_checkpoints_that_replace_those_that_were_listed_are_found(tmp_path, monkeypatch):
+    """Retention of a fast run on a busy machine may delete all that a reader has listed."""
+    for step in (1, 2):
+        Checkpointer(threads=1).save(tmp_path / f"run-{step}" / f"step-{step}", {"w": torch.ones(3)}, step=step)
+    old, is_file = tmp_path / "run-1" / "step-1", os.path.isfile
+
+    def replace_first(path):
+        if Path(path).parent == old and old.exists():
+            shutil.rmtree(old)
+            (tmp_path / "run-2" / "step-2").rename(old.with_name("step-2"))
+        return is_file(path)
+
+    monkeypatch.setattr(os.path, "isfile", replace_first)
+    assert find_checkpoints(tmp_path / "run-1") == [old.with_name("step-2")]

@@ -31,6 +31,7 @@ from shrinkpoint.store.file_place import place_file
 MANIFEST = layout.DIRECTORY_MANIFEST  # Name of the manifest of a framework's directory
 EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000  # Number of names of a directory that are looked at
+_MAX_LOOKS = 100  # How often a run is listed whose checkpoints vanish
 _HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
 """Offset of the name by which a file is ours; what is before it, other programs write too."""
@@ -117,13 +118,16 @@ def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUr
     path = local_path(root)
     if is_checkpoint(path):
         return [path]
-    places: list[Path] = []
-    with os_errors(str(path), "listing"), suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        places += _visible_dirs(path)
-    for child in [*places]:
-        with suppress(OSError):  # it vanishes meanwhile, or may not be read
-            places += _visible_dirs(child)
-    found = [place for place in places if os.path.isfile(place / MANIFEST)]  # noqa: PTH113 (it raises no error)
+    for _ in range(_MAX_LOOKS):
+        places: list[Path] = []
+        with os_errors(str(path), "listing"), suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            places += _visible_dirs(path)
+        for child in [*places]:
+            with suppress(OSError):  # it vanishes meanwhile, or may not be read
+                places += _visible_dirs(child)
+        found = [place for place in places if os.path.isfile(place / MANIFEST)]  # noqa: PTH113 (it raises no error)
+        if found or all(map(os.path.lexists, places)):
+            break  # else retention has deleted all that were listed, and there are newer ones
     return sorted(found, key=lambda place: natural_key(place.relative_to(path).as_posix()))
 
 
