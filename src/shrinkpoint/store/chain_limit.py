@@ -22,10 +22,8 @@ DISK_TOLERANCE = 1.05
 """A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
 WRITE_GAIN = 0.8  # Clearly less is up to this many times the bytes
 _REPEAT_SHARE = 0.02  # Bytes of a delta without a change, at most, beside those of its keyframe
-_UNKNOWN_REVERSE = (
-    1.25,
-    2,
-)  # A delta against a newer checkpoint, at most, beside one against an older: in most runs, in all
+# Bytes of a delta against a newer checkpoint for each byte of one against an older, at most: in most runs, in all
+_LIKELY_REVERSE, _LARGEST_REVERSE = 1.25, 2
 _MAX_SPACING = 64
 _MAX_WAIT = 16
 
@@ -125,9 +123,10 @@ def _reverse(sizes: FileSizes, kept: int, least: int, every: int) -> Iterator[Sp
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
-    larger, largest = (
-        min(share * sizes.delta, sizes.keyframe) if sizes.reverse is None else reverse for share in _UNKNOWN_REVERSE
-    )
+    larger, largest = reverse, reverse
+    if sizes.reverse is None:
+        larger = min(_LIKELY_REVERSE * sizes.delta, sizes.keyframe)
+        largest = min(_LARGEST_REVERSE * sizes.delta, sizes.keyframe)
     if least < kept:  # the best, all of which may stay while the next chain grows
         again, mean, most = least, older * reverse, (least - 1) * larger + (every - 1) * sizes.delta
     else:
