@@ -6,6 +6,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shrinkpoint.store import Keep, Store
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.chain_limit import DISK_TOLERANCE, ChainBytes, ChainLimit, FileSizes, choose_spacing
+from shrinkpoint.store.retention import ReversedShares
 
 
 def near(step: int) -> dict[str, Any]:
@@ -116,16 +118,16 @@ def test_a_run_whose_sizes_vary_never_holds_more_than_plain_checkpoints(
         held = {old: files for old, files in held.items() if old > step - last or old in tops} | {step: previous}
         if len(previous) == 1 and len(held) > 1 and limit.wants_reverse(keyframe_of(sizes[previous[0]], plain, step)):
             parents = {old: old > step - last or best is None for old in reversed([*held])}
-            newer, written, share = previous, {step: previous}, 0.0
+            newer, written, shares = previous, {step: previous}, []
             for old, is_one_of_last in [*parents.items()][1:]:
                 file = write(keyframe * delta * reverse)
                 written[old] = (*(newer if is_one_of_last else previous), file)
                 newer = written[old] if is_one_of_last else newer
-                share = max(share, sizes[file] / plain)
+                shares.append(sizes[file] / plain)
             before, after = ({file for files in run.values() for file in files} for run in (held, written))
             if best is None or sum(map(sizes.__getitem__, after)) < sum(map(sizes.__getitem__, before)):
                 held = {old: written[old] for old in held}
-            limit.note_reversed(share)
+            limit.note_reversed(ReversedShares(fmean(shares), max(shares)))
         needed = {file for files in held.values() for file in files}
         assert sum(sizes[file] for file in needed) <= len(held) * plain
 
@@ -333,7 +335,7 @@ def test_the_spacing_holds_what_a_run_would_hold(
 ) -> None:
     """Against a run that is played file by file: the bytes on the disk, their limit, and no way that holds far less."""
     assume(delta <= keyframe)
-    sizes = FileSizes(keyframe, delta, 1.0, min(delta * reverse, keyframe))
+    sizes = FileSizes(keyframe, delta, 1.0, *[min(delta * reverse, keyframe)] * 2)
     chosen = choose_spacing(sizes, kept, longest, can_reverse=can_reverse)
     held = played(sizes, kept, chosen.every, chosen.reverse)
     assert sum(held) / len(held) == pytest.approx(chosen.disk)
@@ -388,25 +390,37 @@ def played(sizes: FileSizes, kept: int, every: int, reverse: bool) -> list[float
 
 
 def test_where_deltas_save_little_there_are_keyframes_alone() -> None:
-    sizes = FileSizes(0.79, 0.76, 1.0, 0.77)
+    sizes = FileSizes(0.79, 0.76, 1.0, 0.77, 0.77)
     for kept in (1, 2, 3, 10):
         assert choose_spacing(sizes, kept, 20, can_reverse=True).every == 1
 
 
 def test_where_deltas_are_small_a_chain_is_longer_than_what_is_kept() -> None:
-    spacing = choose_spacing(FileSizes(0.8, 0.01, 1.0, 0.01), 2, 20, can_reverse=True)
+    spacing = choose_spacing(FileSizes(0.8, 0.01, 1.0, 0.01, 0.01), 2, 20, can_reverse=True)
     assert spacing.reverse and spacing.every > 5 and spacing.disk < 0.86
 
 
 def test_deltas_of_a_third_are_written_again_and_take_no_second_keyframe() -> None:
-    sizes = FileSizes(0.04, 0.012, 1.0, 0.012)
+    sizes = FileSizes(0.04, 0.012, 1.0, 0.012, 0.012)
     spacing = choose_spacing(sizes, 3, 20, can_reverse=True)
     assert spacing.reverse and spacing.disk <= DISK_TOLERANCE * (0.04 + 2 * 0.012)
     assert not choose_spacing(sizes, 3, 20, can_reverse=False).reverse
-    assert choose_spacing(replace(sizes, delta=0.039, reverse=0.039), 3, 20, can_reverse=True).every == 1
+    assert (
+        choose_spacing(replace(sizes, delta=0.039, reverse=0.039, largest_reverse=0.039), 3, 20, can_reverse=True).every
+        == 1
+    )
 
 
 def test_what_nobody_has_measured_may_be_large() -> None:
     sizes = FileSizes(0.9, 0.55, 1.0)  # with one more keyframe there would be 3.25 states for a moment
     assert not choose_spacing(sizes, 2, 2, can_reverse=True).reverse
-    assert choose_spacing(replace(sizes, reverse=0.55), 2, 2, can_reverse=True).reverse
+    assert choose_spacing(replace(sizes, reverse=0.55, largest_reverse=0.55), 2, 2, can_reverse=True).reverse
+
+
+def test_one_delta_that_is_large_as_a_reversed_one_counts_in_the_mean_and_in_the_peak() -> None:
+    sizes = FileSizes(0.047, 0.025, 1.0, 0.026, 0.055)
+    assert choose_spacing(sizes, 10, 20, can_reverse=True).reverse
+    assert not choose_spacing(replace(sizes, reverse=0.055), 10, 20, can_reverse=True).reverse
+    sizes = FileSizes(0.9, 0.4, 1.0, 0.4, 0.4)
+    assert choose_spacing(sizes, 2, 2, can_reverse=True).reverse
+    assert not choose_spacing(replace(sizes, largest_reverse=0.9), 2, 2, can_reverse=True).reverse

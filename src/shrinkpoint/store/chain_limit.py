@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
-from shrinkpoint.store.retention import Keep, PrunePlan
+from shrinkpoint.store.retention import Keep, PrunePlan, ReversedShares
 
 MAX_CHAIN_STATES = 4
 """A chain ends where its files have this many times the bytes of the state: a restore reads all of them."""
@@ -52,9 +52,10 @@ class FileSizes:
     keyframe: float
     delta: float
     plain: float  # of a checkpoint of `torch.save`
-    # Of a checkpoint as a delta against a newer one; None: not known yet, and so taken for `delta`, and for twice that
-    # where it must not be too large.
+    # Of a checkpoint as a delta against a newer one, in the mean and at most; None: not known yet, and so taken for
+    # `delta`, and for twice that where it must not be too large.
     reverse: float | None = None
+    largest_reverse: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,12 @@ def _forward(sizes: FileSizes, kept: int, every: int, best: int) -> Spacing:
 def _reverse(sizes: FileSizes, kept: int, least: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
-    reverse = sizes.delta if sizes.reverse is None else sizes.reverse
-    larger, largest = reverse, reverse
-    if sizes.reverse is None:
-        larger = min(_LIKELY_REVERSE * sizes.delta, sizes.keyframe)
+    if sizes.reverse is None or sizes.largest_reverse is None:
+        reverse, larger = sizes.delta, min(_LIKELY_REVERSE * sizes.delta, sizes.keyframe)
         largest = min(_LARGEST_REVERSE * sizes.delta, sizes.keyframe)
+    else:
+        largest = sizes.largest_reverse
+        reverse = larger = largest if least < kept else sizes.reverse  # the best may be the large ones
     if least < kept:  # the best, all of which may stay while the next chain grows
         again, mean, most = least, older * reverse, (least - 1) * larger + (every - 1) * sizes.delta
     else:
@@ -164,8 +166,8 @@ class ChainLimit:
         self.kept = 1
         self.repeats = False
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
-        # Bytes of the largest that became a delta against a newer one, for each byte of a delta at that time
-        self._reverse_ratio: float | None = None
+        # Of what became deltas against newer ones, for each byte of a delta at that time; None: nothing did
+        self._reverse_ratios: ReversedShares | None = None
         # The last chain holds deltas only because it is to be written again; None: an earlier process may have begun it
         self._counts_on_reverse: bool | None = None
         self._is_reversed = False  # what is kept of older chains has become deltas against the last keyframe
@@ -214,12 +216,12 @@ class ChainLimit:
     def note_pruned(self, plan: PrunePlan) -> None:
         """Note how many checkpoints are kept, and how large those are that became deltas against newer ones."""
         self.kept = len({*plan.keep} - {*plan.bases})
-        self.note_reversed(plan.reversed_share)
+        self.note_reversed(plan.reversed_shares)
 
-    def note_reversed(self, share: float | None) -> None:
-        """Note the `reversed_share` of checkpoints that were written again."""
-        if share is not None and self._delta_ratio:
-            self._reverse_ratio = share / self._delta_ratio
+    def note_reversed(self, shares: ReversedShares | None) -> None:
+        """Note the `reversed_shares` of checkpoints that were written again."""
+        if shares is not None and self._delta_ratio:
+            self._reverse_ratios = ReversedShares(*(share / self._delta_ratio for share in shares))
 
     def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
@@ -248,7 +250,7 @@ class ChainLimit:
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None
-        sizes = FileSizes(keyframe, delta, plain, None if self._reverse_ratio is None else self._reverse_ratio * delta)
+        sizes = FileSizes(keyframe, delta, plain, *(ratio * delta for ratio in self._reverse_ratios or ()))
         can_reverse = self.keep.moments_last is None and self.can_reverse is not None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0

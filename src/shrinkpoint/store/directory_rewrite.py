@@ -22,7 +22,7 @@ from shrinkpoint.store.delta_writer import DirectoryPlace, chain_bytes, chain_di
 from shrinkpoint.store.directory import manifest_condition, read_directory_manifest, replace_manifest
 from shrinkpoint.store.directory_retention import Directory
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
-from shrinkpoint.store.retention import Keep, frees_bytes, reversed_share
+from shrinkpoint.store.retention import Keep, ReversedShares, frees_bytes, reversed_shares
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
@@ -96,8 +96,8 @@ class _ReversedChain:
         return old
 
     @property
-    def ratio(self) -> float | None:
-        return reversed_share(self._after.values())
+    def shares(self) -> ReversedShares | None:
+        return reversed_shares(self._after.values())
 
 
 class RunRewriter:
@@ -163,7 +163,9 @@ class RunRewriter:
                 previous = (directory, after) if isinstance(directory, Path) else None
             return self._commit_if_smaller()
 
-    def reverse(self, parents: Mapping[int, Mapping[Path, Path | None]], keep: Keep) -> dict[int, float | None]:
+    def reverse(
+        self, parents: Mapping[int, Mapping[Path, Path | None]], keep: Keep
+    ) -> dict[int, ReversedShares | None]:
         """Write payloads again as deltas against newer ones, each checkpoint committed before the next.
 
         Where that would free nothing, the other payloads of the rank stay as they are.
@@ -174,7 +176,7 @@ class RunRewriter:
             keep: the rules of the run.
 
         Returns:
-            As `reversed_share`, of what was written, by rank.
+            As `reversed_shares`, of what was written, by rank.
 
         Raises: as `rewrite`.
         """
@@ -206,7 +208,7 @@ class RunRewriter:
                 )
                 if payloads != manifest.payloads:
                     self._commit(directory, replace(manifest, payloads=payloads, stored_bytes=-1))
-        return {rank: chain.ratio for rank, chain in chains.items()}
+        return {rank: chain.shares for rank, chain in chains.items()}
 
     def __enter__(self) -> RunRewriter:
         return self

@@ -33,7 +33,7 @@ from shrinkpoint.store.retention import (
     frees_bytes,
     parents_to_reverse,
     plan_deletion,
-    reversed_share,
+    reversed_shares,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _Prune:
             rewrite=before.rewrite,
             weights_only=before.weights_only,
             written=before.written,
-            reversed_share=before.reversed_share,
+            reversed_shares=before.reversed_shares,
         )
 
     def write_again(self, rewrite: RewriteChain) -> bool:
@@ -194,7 +194,7 @@ class _Prune:
             ):
                 step = waiting.pop(0)
                 after[step] = item.after
-                self._plan = replace(self._plan, reversed_share=reversed_share(after.values()))
+                self._plan = replace(self._plan, reversed_shares=reversed_shares(after.values()))
                 if not frees_bytes(before, after, waiting, self._keep):
                     self._notes[step] = "stays as it is, since writing its chain again frees nothing"
                     return

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Literal, TypeVar
+from statistics import fmean
+from typing import Literal, NamedTuple, TypeVar
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
@@ -214,6 +215,13 @@ class RewriteTarget:
     parent: int | None  # step of the checkpoint that it becomes a delta against; None: it becomes a keyframe
 
 
+class ReversedShares(NamedTuple):
+    """Bytes of checkpoints that became deltas against newer ones, for each byte of their tensors."""
+
+    mean: float
+    largest: float
+
+
 @dataclass(frozen=True)
 class PrunePlan:
     """Deletions and rewrites of a prune, with reasons.
@@ -227,8 +235,7 @@ class PrunePlan:
         weights_only: of these, those that lose what the optimizers keep for each parameter.
         written: bytes that are written again. Of each chain they are written before anything is deleted.
         bases: of `keep`, steps that no rule selects, but that deltas need.
-        reversed_share: bytes of the largest that became a delta against a newer checkpoint, for each byte of its
-            tensors; None: nothing did.
+        reversed_shares: of the checkpoints that became deltas against newer ones; None: nothing did.
     """
 
     delete: tuple[int, ...]
@@ -240,7 +247,7 @@ class PrunePlan:
     weights_only: tuple[int, ...] = ()
     written: int = 0
     bases: tuple[int, ...] = ()
-    reversed_share: float | None = None
+    reversed_shares: ReversedShares | None = None
 
     def __repr__(self) -> str:
         """Short line with what the plan frees."""
@@ -249,8 +256,8 @@ class PrunePlan:
         return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}{again}>"
 
 
-def reversed_share(rewritten: Iterable[DirectoryManifest]) -> float | None:
-    """Bytes of the largest checkpoint that became a delta against a newer one, for each byte of its tensors.
+def reversed_shares(rewritten: Iterable[DirectoryManifest]) -> ReversedShares | None:
+    """Sizes of the checkpoints that became deltas against newer ones.
 
     Args:
         rewritten: the manifests afterwards.
@@ -258,9 +265,8 @@ def reversed_share(rewritten: Iterable[DirectoryManifest]) -> float | None:
     Returns:
         None if all became keyframes.
     """
-    return max(
-        (after.stored_bytes / after.raw_bytes for after in rewritten if after.depth and after.raw_bytes), default=None
-    )
+    shares = [after.stored_bytes / after.raw_bytes for after in rewritten if after.depth and after.raw_bytes]
+    return ReversedShares(fmean(shares), max(shares)) if shares else None
 
 
 def frees_bytes(

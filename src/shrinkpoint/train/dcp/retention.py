@@ -133,9 +133,9 @@ class ShardRetention:
             due += sorted(written - {layout.rank_of(payload.name) for payload in manifests[-1].payloads})
         parents = {rank: directories_to_reverse(plan, keep, rank) for rank in due}
         if any(parents.values()):
-            ratios = rewriter.reverse(parents, keep)
+            shares = rewriter.reverse(parents, keep)
             if limit is not None:
-                limit.note_reversed(ratios.get(ranks.rank))
+                limit.note_reversed(shares.get(ranks.rank))
 
 
 def _remove_incomplete(directory: Path) -> None:
