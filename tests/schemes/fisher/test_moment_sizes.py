@@ -50,6 +50,22 @@ def test_first_moments_take_at_most_two_fifths_of_a_bit_from_step_20_on(betas):
         assert bits(run.train(steps).save(), "moment1") < 0.4
 
 
+@pytest.mark.parametrize("dead_columns", [0, 16])
+def test_momentum_takes_no_more_in_a_delta_than_in_a_keyframe(dead_columns):
+    run = Noise(size=torch.cat([torch.zeros(dead_columns), torch.ones(128 - dead_columns)]))
+    run.optimizer = torch.optim.SGD([run.weight], lr=1e-4, momentum=0.9)
+    first, *others = (bits(run.train(30).save(), "moment1") for _ in range(3))
+    assert run.manager.store.manifest().depth == 2
+    assert max(others) < 1.05 * first < 0.65
+
+
+def test_momentum_of_which_large_values_alone_are_coded_takes_less_right_after_a_save():
+    run = Noise()
+    run.optimizer = torch.optim.Muon([run.weight], lr=1e-4)
+    first, later, next_step = (bits(run.train(steps).save(), "moment1") for steps in (60, 60, 1))
+    assert next_step < 0.7 * later and later < 1.1 * first
+
+
 def test_the_noise_of_a_first_moment_moves_its_weight_alike_at_every_age_and_decay():
     """By at most 18 updates: a step of two roots of the second moment where beta1 is 0.9."""
     for betas, age in (((0.9, 0.999), 20), ((0.9, 0.999), 300), ((0.5, 0.99), 50)):

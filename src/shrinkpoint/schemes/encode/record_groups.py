@@ -17,6 +17,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_sources, tensor_rows
 from shrinkpoint.guard import no_gc
+from shrinkpoint.quantize.statistics import entropy_bits
 from shrinkpoint.tensors.compare import same_bits, same_tensors
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
@@ -28,6 +29,8 @@ MAX_BUNDLE_NUMEL = 1 << 20
 """Number of values after which a shared record is full: decoding one small tensor decodes its whole record."""
 MAX_DIGEST_BYTES = 1 << 16
 """Bytes up to which whole tensors are hashed to find copies; of larger ones, only the first values."""
+_SAMPLED_CODES = 1 << 12
+_CONTEXT_GAIN = 1.4  # Bits of a difference without its context for each bit with it, about
 _MAX_KEY_BYTES = 256  # Bytes up to which they are compared themselves
 _MOMENT2, _MOMENTS = Role.MOMENT2, (Role.MOMENT1, Role.MOMENT2)
 _ROLE_ORDER = {Role.MOMENT1: 0, Role.MOMENT2: 1, Role.MASTER: 2}  # contexts before the tensors they are context for
@@ -360,6 +363,19 @@ def _codebook_groups(
     ]
 
 
+def _is_predicted(moment: LatticeTensor, parent: LatticeTensor) -> bool:
+    """True if the parent's points tell of those of a first moment without new dither; a sample of them decides.
+
+    Rows that rest keep their codes, and so do large values for a few steps. What is rounded up or down by chance does
+    not.
+    """
+    stride = max(1, moment.codes.numel() // _SAMPLED_CODES)
+    own, before = (points.codes.reshape(-1)[::stride].to(torch.int64) for points in (moment, parent))
+    histograms = (torch.bincount(codes.clamp(-128, 127) + 128) for codes in (own, own - before))
+    alone, beside_parent = map(entropy_bits, histograms)
+    return beside_parent <= _CONTEXT_GAIN * alone
+
+
 def _lattice_groups(
     infos: list[TensorInfo],
     reference: Reference | None,
@@ -373,9 +389,10 @@ def _lattice_groups(
         assert isinstance(tensor, LatticeTensor)
         is_relative = bool(tensor.relative_to)
         parent = reference.quantized.get(info.name) if info.name in shared and reference is not None else None
-        # What is relative to another tensor is mostly rounded with new dither: the parent's points do not predict it.
-        has_dither = isinstance(parent, LatticeTensor) and parent.lattice.seed == tensor.lattice.seed
-        has_reference = info.name in shared and (has_dither or not is_relative)
+        is_predicted = info.role is not Role.MOMENT1  # which forgets what it was, and has new dither in most saves
+        if not is_predicted and isinstance(parent, LatticeTensor) and parent.lattice.seed == tensor.lattice.seed:
+            is_predicted = _is_predicted(tensor, parent)
+        has_reference = info.name in shared and is_predicted
         is_log = tensor.lattice.spacing == "log"  # whose exponents may differ from the parent's at next to no cost
         has_equal_lattice = isinstance(parent, LatticeTensor) and (is_log or parent.lattice == tensor.lattice)
         has_origin = tensor.origin is not None, tensor.has_origin_of(parent)
