@@ -146,6 +146,19 @@ def test_stacked_matrices_take_the_bits_of_one_matrix():
     assert all(torch.equal(one.reshape(-1), other.reshape(-1)) for one, other in zip(stacked, flat, strict=True))
 
 
+@pytest.mark.parametrize("shape, flat", [((64, 32, 3, 3), (64, 288)), ((8, 64, 32), (512, 32))])
+def test_weights_beside_momentum_have_the_fewest_scales(shape, flat):
+    """By the spread of momentum, which has one sign in each kernel, three weights of a kernel would have one."""
+    size = torch.randn(shape[0], shape[1], *(1 for _ in shape[2:]), generator=torch.Generator().manual_seed(1))
+    runs = [Noise(shape, size), Noise(flat, size.expand(shape).reshape(flat))]
+    for run in runs:
+        run.optimizer = torch.optim.SGD([run.weight], lr=1e-4, momentum=0.9)
+        run.weight.grad = size.expand(shape).reshape(run.weight.shape) * 10
+        run.optimizer.step()
+    stacked, plain = (bits(run.train(1).save(), "parameter") for run in runs)
+    assert stacked < 1.02 * plain
+
+
 @pytest.mark.parametrize("dims", [2, 3, 4])
 def test_a_matrix_is_chosen_by_how_far_second_moments_spread_around_it(dims):
     noise = torch.randn(6, 20, 30, 10, generator=torch.Generator().manual_seed(0)).square()

@@ -89,6 +89,8 @@ class MomentStatistics:
             parent = self._parents.get(leader)
             if isinstance(parent, LatticeTensor) and parent.codes.shape == other.shape:
                 self._shapes[leader] = parent.lattice.matrix_shape(shape)
+            elif leader in self._unpaired:  # momentum, which tells too little of a scale: the fewest scales
+                self._shapes[leader] = min(((rows, other.numel() // rows) for rows in row_counts(shape)), key=sum)
             else:
                 self._shapes[leader] = choose_matrix(other)
         return self._shapes[leader]
