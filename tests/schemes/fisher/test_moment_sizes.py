@@ -173,6 +173,14 @@ def test_a_matrix_is_chosen_by_how_far_second_moments_spread_around_it(dims):
         assert choose_matrix(noise * by_row) in [(120, 300), (3600, 10)]
 
 
+def test_kernels_that_differ_by_an_octave_have_no_scales_of_their_own():
+    random = torch.Generator().manual_seed(0)
+    kernels = torch.randn(3, 128, 64, 3, 3, generator=random).square().sum(0)
+    size = torch.randn(128, 64, 1, 1, generator=random)
+    assert choose_matrix(kernels * size.mul(1.2).exp2()) == (128, 576)
+    assert choose_matrix(kernels * size.mul(3).exp2()) == (8192, 9)
+
+
 def test_samples_tell_what_rests_from_what_moves():
     run = Noise(betas=(0.9, 0.999)).train(3)
     samples = MomentSamples()

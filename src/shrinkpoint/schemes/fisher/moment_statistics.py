@@ -43,8 +43,9 @@ MIN_RESTING_SHARE = 0.75
 bits."""
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 _SAMPLE_VALUES = 256
-_SPREAD_STEP = 3.0  # octaves of a code of what is left of a second moment
+_SPREAD_STEP = 5.0  # octaves of a code of what is left of a second moment: `MomentPrecision.second_step`
 BITS_PER_EXPONENT = 4.0
+_BITS_PER_SCALE = 5.0  # of a row or column, whose scales the weight and both moments have
 _SPREAD_SAMPLE = 1 << 14
 
 
@@ -173,7 +174,7 @@ def _matrix_bits(v: Tensor) -> float:
     fit = rows[places // v.shape[1]] + columns[places % v.shape[1]] - mean
     left = (log2_units(float_bits(chosen)).reshape(-1) - fit)[chosen > 0] / (_SPREAD_STEP * LOG_UNITS_PER_OCTAVE)
     per_value = entropy_bits(count_codes(left.round())) / max(1, left.numel())
-    return v.numel() * per_value + BITS_PER_EXPONENT * sum(v.shape)
+    return v.numel() * per_value + _BITS_PER_SCALE * sum(v.shape)
 
 
 @dataclass
