@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.stores import state
 
+from shrinkpoint.codec.decoder import RecordDigests
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store, decode
@@ -42,6 +43,21 @@ def test_chains_without_a_requested_step_are_not_decoded(store, monkeypatch):
     checkpoints, count = decoded_files(store, monkeypatch, steps={5, 7, 99})
     assert [manifest.step for manifest, _ in checkpoints] == [5, 7] and count <= 4
     assert decoded_files(store, monkeypatch, steps=()) == ([], 0)
+
+
+def test_values_that_nobody_wants_are_not_decoded_and_bases_not_compared(store, monkeypatch):
+    options, compared, decode_records = [], [], decode.decode_records
+
+    def spy(*arguments, **more):
+        options.append((more["with_values"], more["trust_base"]))
+        return decode_records(*arguments, **more)
+
+    monkeypatch.setattr(decode, "decode_records", spy)
+    monkeypatch.setattr(RecordDigests, "check_base", lambda self, digest: compared.append(digest))
+    ((_, decoded),) = decode.iter_checkpoints(store.storage, store.list(), steps={6})
+    assert options == [(False, True), (False, True), (True, True)]
+    assert len(compared) == 1  # the values that are the same as in the base
+    assert unflatten(decoded.tree, decoded.reference.tensors)["model"]["w"].equal(state(6)["model"]["w"])
 
 
 def test_a_chain_that_is_decoded_file_by_file_says_why(store, monkeypatch, caplog):

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.errors import ShrinkpointError, VersionError
+from shrinkpoint.schemes import lossless
+from shrinkpoint.schemes.encode import records
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
-from shrinkpoint.store import Keep, Store
+from shrinkpoint.store import Keep, Store, rewrite
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.chain_limit import DISK_TOLERANCE, ChainBytes, ChainLimit, FileSizes, choose_spacing
@@ -70,6 +72,40 @@ def test_what_is_kept_needs_one_keyframe(storage: Storage, last: int) -> None:
             held.append(sum(file_sizes(store.list()).values()))
         assert {link.digest for one in store.list() for link in one.bases} & {one.digest for one in store.list()}
     assert max(held) < 2 * held[0]  # two chains would hold more
+
+
+def test_values_in_memory_are_not_decoded_and_codes_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, encode = [], records.encode_lattice_record
+    model = torch.nn.Linear(64, 128)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train() -> None:
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+    def spy(record: Any, **options: Any) -> Any:
+        compared.extend(record.tensors)
+        return encode(record, **options)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the newest checkpoint is decoded, or codes are compared with values")
+
+    monkeypatch.setattr(records, "encode_lattice_record", spy)
+    monkeypatch.setattr(rewrite, "decode_chain", refuse)
+    monkeypatch.setattr(lossless, "tensor_bytes", refuse)
+    scheme, states = sp.Fisher(relative_error=0.3), dict[int, Any]()
+    with sp.CheckpointManager(tmp_path, scheme=scheme, keep=Keep(last=3), threads=1, keyframe_every=3) as manager:
+        for step in range(8):
+            train()
+            report = manager.save(step, model=model, optimizer=optimizer)
+            assert report is not None
+            states[step] = sp.load(tmp_path, step=step)
+        for step in manager.store.steps():
+            assert difference(sp.load(tmp_path, step=step), states[step]) is None
+        assert any(base.step > one.step for one in manager.store.list() for base in one.bases)
+    assert compared and all(tensor is None for tensor in compared)
 
 
 def test_a_chain_that_was_to_be_written_again_is_though_sizes_have_changed_a_little() -> None:

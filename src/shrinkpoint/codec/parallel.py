@@ -125,6 +125,7 @@ def decode_all(
     needed: Collection[int] | None = None,
     skip: Callable[[int], Sequence[TensorInfo]] | None = None,
     with_values: bool = True,
+    trust_base: bool = False,
     overwrite: bool = False,
 ) -> Reference:
     """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
@@ -138,8 +139,10 @@ def decode_all(
         needed: indices of the records to decode; None: all.
         skip: called instead with the index of every other record; returns its tensors.
         with_values: False: of what is on lattices decode the codes alone.
+        trust_base: the parent was decoded from the files of this chain: its tensors are not compared with digests, as
+            this file's values are.
         overwrite: the parent was decoded for this file alone. So its tensors are overwritten where that is possible,
-            and must not be used again; nor are they compared with digests, as this file's values are.
+            and must not be used again; they are trusted, too.
 
     Raises:
         FormatError: the bytes are damaged.
@@ -169,7 +172,7 @@ def decode_all(
             threads=native_threads,
             with_values=with_values,
             overwrite_base=overwrite and not is_read_later,
-            trust_base=overwrite,
+            trust_base=overwrite or trust_base,
         )
 
     with thread_pool(workers) as pool:

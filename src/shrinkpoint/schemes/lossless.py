@@ -9,7 +9,7 @@ from typing import ClassVar
 from shrinkpoint import validate
 from shrinkpoint.codec.coder import MAX_CHUNK
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_sources
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -81,5 +81,8 @@ def _is_still_valid(
     is_lattice = isinstance(quantized.get(quantized_tensor.relative_to), LatticeTensor)
     if relative_to is None or not is_lattice or relative_to.shape != tensor.shape:
         return False  # the tensor that it is relative to has changed
+    sources = lattice_sources(state.tensors, (name, quantized_tensor.relative_to))
+    if len(sources) == 2 and all(source.quantized is quantized[key] for key, source in sources.items()):
+        return True  # as both were decoded
     values = quantized_tensor.dequantize(tensor.dtype, relative_to)
     return bool((tensor_bytes(values) == tensor_bytes(tensor)).all())

@@ -210,6 +210,7 @@ def decode_records(
     records: Collection[int] | None = None,
     verify_others: bool = True,
     with_values: bool = True,
+    trust_base: bool = False,
     overwrite: bool = False,
 ) -> DecodedFile:
     """Decode a file whose header has been read; raises as `read_file` does.
@@ -218,7 +219,7 @@ def decode_records(
         records: decode these alone; None: all.
         verify_others: compare the stored bytes of the other records with their digests; False: do not read them, nor
             count what they would decode to.
-        with_values, overwrite: as in `decode_all`.
+        with_values, trust_base, overwrite: as in `decode_all`.
     """
     allowance = allowance or Allowance()
     workers = default_threads(threads)
@@ -238,6 +239,7 @@ def decode_records(
                 needed=records,
                 skip=lambda index: reader.read(heads[index]).infos if verify_others else heads[index].infos,
                 with_values=with_values,
+                trust_base=trust_base,
                 overwrite=overwrite,
             )
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)

@@ -174,13 +174,24 @@ def _read_ahead(files: Iterable[ChainFile]) -> None:
 
 
 def iter_chain(
-    chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
+    chain: Iterable[ChainFile],
+    *,
+    wanted: Collection[str] | None = None,
+    threads: int | None = None,
+    max_bytes: int | None = None,
 ) -> Iterator[tuple[ChainFile, DecodedFile]]:
-    """Every file of a chain with its content, keyframe first; raises as `decode_chain` does."""
+    """Every file of a chain with its content, keyframe first; raises as `decode_chain` does.
+
+    Args:
+        wanted: ids of the files whose values are wanted: digests of these show whether the files before were the right
+            ones, so that no other digest of values is compared; None: all, and every digest is compared.
+    """
     reference: Reference | None = None
-    allowance = Allowance(max_bytes)
+    allowance, is_trusted = Allowance(max_bytes), wanted is not None
     for file in chain:
-        decoded = file.read(partial(decode_records, reference=reference, threads=threads, allowance=allowance))
+        options: dict[str, Any] = {"with_values": wanted is None or file.id in wanted, "trust_base": is_trusted}
+        decode = partial(decode_records, reference=reference, threads=threads, allowance=allowance, **options)
+        decoded = file.read(decode)
         reference = decoded.reference
         yield file, decoded
 
@@ -202,7 +213,7 @@ def iter_checkpoints(
     for last in sorted(by_id.values(), key=lambda manifest: manifest.step):
         if last.id in base_ids or pending.isdisjoint(link.id for link in chain_links(last)):
             continue
-        for file, decoded in iter_chain(store_chain(storage, last), threads=threads):
+        for file, decoded in iter_chain(store_chain(storage, last), wanted=pending, threads=threads):
             if file.id in pending:
                 pending.remove(file.id)
                 yield by_id[file.id], decoded

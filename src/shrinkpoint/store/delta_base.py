@@ -99,6 +99,11 @@ class ReferenceCache(Generic[M]):
         self.ensure_decoded()
         return self._reference
 
+    @property
+    def decoded(self) -> tuple[M | None, Reference | None]:
+        """The checkpoint and its tensors, if they are held decoded."""
+        return (None, None) if self._decode is not None else (self.manifest, self._reference)
+
     def ensure_decoded(self) -> bool:
         """Decode what is held encoded; whether anything is held after that."""
         if self._decode is not None:

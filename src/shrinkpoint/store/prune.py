@@ -37,6 +37,7 @@ from shrinkpoint.store.retention import (
 )
 
 if TYPE_CHECKING:
+    from shrinkpoint.codec.reference import Reference
     from shrinkpoint.store.rewrite import RewrittenCheckpoint
 
 _log = logging.getLogger("shrinkpoint")
@@ -62,6 +63,7 @@ def prune(
     threads: int | None = None,
     settled: set[str] | None = None,
     wants_reverse: Callable[[Manifest], bool] | None = None,
+    known: Mapping[int, Reference] | None = None,
 ) -> PrunePlan:
     """Delete the checkpoints that no rule keeps, and write others again where that frees bytes.
 
@@ -77,6 +79,7 @@ def prune(
             nothing; more are added. None: look at all of them.
         wants_reverse: called with the newest checkpoint: True if older ones are to be written again as deltas against
             newer ones; None: they are not.
+        known: values of checkpoints that are in memory, by step; None: of none.
 
     Raises:
         PolicyError: the best are to be kept by a metric that no checkpoint has.
@@ -92,7 +95,7 @@ def prune(
                 settled.update(target.manifest.digest for target in rewrite.targets)
     if wants_reverse is not None and (reverse := _plan_reverse(run.listing, keep, now, wants_reverse)):
         try:
-            run.reverse(reverse)
+            run.reverse(reverse, known)
         except (ShrinkpointError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate so
             _log.warning("older checkpoints stay as they are, and take more bytes than they need: %s", error)
     plan = run.finish()
@@ -178,7 +181,7 @@ class _Prune:
         self.delete_unneeded()
         return True
 
-    def reverse(self, rewrite: RewriteChain) -> None:
+    def reverse(self, rewrite: RewriteChain, known: Mapping[int, Reference] | None) -> None:
         """Write checkpoints again as deltas against newer ones, and after each delete what nothing needs then.
 
         Where it would free nothing, or a checkpoint does not load, the others stay as they are.
@@ -190,7 +193,7 @@ class _Prune:
         title = f"writing a chain of {self._storage.describe()} again"
         with ExitStack() as transactions:  # those that are open at the end are aborted
             for item in write_reversed(
-                self._storage, self.listing, rewrite.targets, transactions, self._threads, title
+                self._storage, self.listing, rewrite.targets, transactions, self._threads, title, known
             ):
                 step = waiting.pop(0)
                 after[step] = item.after

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shrinkpoint.codec.reference import Reference, as_decoded
+from shrinkpoint.codec.reference import DecodedTensors, Reference, as_decoded, lattice_sources
 from shrinkpoint.errors import ChainError, FormatError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.schemes.base import QuantizedState, Scheme
@@ -144,6 +144,7 @@ def write_reversed(
     transactions: ExitStack,
     threads: int | None = None,
     title: str = "",
+    known: Mapping[int, Reference] | None = None,
 ) -> Iterator[RewrittenCheckpoint]:
     """Write the payloads of checkpoints again without further loss, as deltas against newer checkpoints.
 
@@ -154,6 +155,7 @@ def write_reversed(
     Args:
         targets: the newest first: each comes after its parent, if that is one of them.
         listing, transactions, threads, title: as for `write_again`.
+        known: values of checkpoints that are in memory, by step.
 
     Yields:
         Each checkpoint once its payload is written, in the order of `targets`. It is committed before the next is asked
@@ -163,7 +165,7 @@ def write_reversed(
     """
     largest = max([1, *(manifest.stored_bytes for manifest in listing.manifests.values())])
     count = max(1, _ENCODED_STATES * min((target.manifest.raw_bytes for target in targets), default=0) // largest)
-    decoded: dict[int, Reference] = {}  # by step, the oldest that was encoded last
+    decoded = dict(known or {})  # by step; later the oldest that was encoded last
     for first in range(0, len(targets), count):
         group = targets[first : first + count]
         encoded, decoded = _encode_reversed(storage, listing, group, decoded, threads, title)
@@ -175,6 +177,16 @@ def write_reversed(
             item = _write_payload(transaction, target, checkpoint.state, checkpoint, threads)
             yield item
             listing = listing.with_files(step, item.names, manifest=item.after)
+
+
+def _with_codes(state: FlatState, decoded: Reference) -> FlatState:
+    """The state with the codes of what was decoded from codes, so that nobody compares these with its values."""
+    codes = {
+        name: source
+        for name, source in lattice_sources(decoded.tensors, state.tensors).items()
+        if source.values is not None and state.tensors[name].data_ptr() == source.values.data_ptr()
+    }
+    return replace(state, tensors=DecodedTensors({**state.tensors, **codes})) if codes else state
 
 
 def _encode_reversed(
@@ -196,7 +208,7 @@ def _encode_reversed(
 
     def encode(target: RewriteTarget, decoded: DecodedFile, reference: Reference | None) -> None:
         manifest = target.manifest
-        state = flatten(build_state(decoded, f"step {manifest.step}"))
+        state = _with_codes(flatten(build_state(decoded, f"step {manifest.step}")), decoded.reference)
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
         quantized = scheme.quantize(state, reference)
         records = [*scheme.encode(quantized.state, reference, quantized=quantized.quantized, threads=threads)]

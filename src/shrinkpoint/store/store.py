@@ -503,7 +503,11 @@ class Store:
             self._check_idle()
             if defer:
                 settings |= {"settled": self._settled, "wants_reverse": self.chain_limit.wants_reverse}
-            plan = prune(self.storage, self.scan(), keep, now, dry_run=False, **settings)
+            listing, (held, values) = self.scan(), self._writer.references.decoded
+            kept = None if held is None else listing.manifests.get(held.step)
+            if held and kept and values and chain.manifest_identity(kept) == chain.manifest_identity(held):
+                settings["known"] = {held.step: values}
+            plan = prune(self.storage, listing, keep, now, dry_run=False, **settings)
             self.chain_limit.note_pruned(plan)
             self._follow_rewrites(plan.rewrite)
             return plan
