@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -343,20 +344,23 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() >= 2 and tensor.numel() else tensor.reshape(1, -1)
 
 
+@lru_cache
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape of `as_matrix` of a tensor of this shape."""
     count = math.prod(shape)
     return (shape[0], count // shape[0]) if len(shape) >= 2 and count else (1, count)
 
 
-def row_counts(shape: tuple[int, ...]) -> list[int]:
+@lru_cache
+def row_counts(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many rows the matrices have that a tensor of this shape may be viewed as: by one leading axis, by two,
     and so on, without the last one."""
     if len(shape) < 2 or not math.prod(shape):
-        return [1]
-    return [*accumulate(shape[:-1], operator.mul)]
+        return (1,)
+    return (*accumulate(shape[:-1], operator.mul),)
 
 
+@lru_cache
 def scale_counts(spacing: Spacing, shape: tuple[int, ...], rows: int | None = None) -> tuple[int, int]:
     """Return how many row and column exponents a lattice has; one column for a single row or spacing "relative".
 

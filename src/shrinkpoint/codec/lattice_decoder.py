@@ -53,6 +53,8 @@ from shrinkpoint.tensors.info import TensorInfo
 
 _BLOCK_VALUES = 1 << 19  # Values that are decoded before the next ones are looked at
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
+_DIFFERENCES, _NO_CONTEXT = CoderConfig("codes"), CodingContext()
+"""How differences of exponents and of codes are coded."""
 
 
 class MemberDecoder:
@@ -190,8 +192,8 @@ class MemberDecoder:
 
     def _tensor(self) -> LatticeTensor:
         """Decoded values; the codes have the tensor's shape if they are complete."""
-        codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
-        codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
+        array = self._codes.view(np.int8 if self._code_bytes == 1 else np.int16)
+        codes = torch.from_numpy(array.reshape(self._info.shape) if self.count == self._info.numel else array)
         relative_to = "" if self._squares is None else self._squares.name
         if self._gain is None:
             return LatticeTensor(codes, self._params, relative_to)
@@ -499,16 +501,18 @@ def _decode_exponents(
 def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:
     """Decode differences of exponents or of codes; whatever they are, in 32 bits."""
     nside, nescapes = SIDE_SIZES.unpack(data[: SIDE_SIZES.size].tobytes())
-    ends = np.cumsum([SIDE_SIZES.size, nside, 4 * nescapes])
-    if ends[-1] + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
+    side_end = SIDE_SIZES.size + nside
+    begin = side_end + 4 * nescapes
+    if begin + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
         raise _native.Truncated("the lattices, or their origins, end too early")
-    side, escapes, coded = np.split(data, ends)[1:]
     tokens = np.empty(total, np.uint8)
     if total:
-        CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
+        side = data[SIDE_SIZES.size : side_end]
+        _DIFFERENCES.decode(BYTE_FORMAT, side, data[begin:], tokens, _NO_CONTEXT, 1)
     out = tokens.view(np.int8).astype(np.int32)
-    large = out == ESCAPE
-    if int(large.sum()) != escapes.nbytes // 4:
+    large = np.flatnonzero(out == ESCAPE)
+    if large.size != nescapes:
         raise ValueError("more or fewer escapes than tokens that stand for them")
-    out[large] = np.frombuffer(escapes.tobytes(), "<i4")
+    if nescapes:
+        out[large] = np.frombuffer(data[side_end:begin].tobytes(), "<i4")
     return out
