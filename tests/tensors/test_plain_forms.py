@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -255,6 +256,9 @@ def test_a_forged_form_is_an_error_of_ours():
         ["slice", []],
         ["datetime", "yesterday"],
         ["datetime", ["2026-01-01T00:00:00", 2]],
+        ["datetime", ["2026-01-01T00:00:00", 0, 1]],
+        ["datetime", ["2026-01-01T00:00:00", 0, "../etc"]],
+        ["time", ["00:00:00", 0, "UTC", "UTC"]],
         ["deque:1", [1, 2]],
         ["deque:x", []],
         ["deque:99999999999999999999", []],
@@ -269,6 +273,17 @@ def test_a_forged_form_is_an_error_of_ours():
     ]:
         with pytest.raises(CorruptError):
             unflatten({"a": {"$x": form}}, {}, where="test")
+
+
+def test_times_keep_their_zone():
+    zone, unknown = ZoneInfo("Europe/Berlin"), ["datetime", ["2026-07-01T12:00:00+02:00", 0, "Nowhere/Else"]]
+    for value in (datetime(2026, 7, 1, 12, tzinfo=zone), datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zone)):
+        restored = there_and_back(value)
+        assert restored == value and restored.tzinfo is zone and restored.fold == value.fold
+        assert restored + timedelta(180) == value + timedelta(180)
+    assert there_and_back(time(1, 2, tzinfo=zone)) == time(1, 2, tzinfo=zone)
+    assert there_and_back(time(1, 2, tzinfo=zone)).tzinfo is zone
+    assert unflatten({"$x": unknown}, {}, where="test") == datetime(2026, 7, 1, 12, tzinfo=zone)
 
 
 def test_texts_take_no_more_memory_than_they_may():

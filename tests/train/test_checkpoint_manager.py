@@ -332,3 +332,17 @@ def test_a_pickled_or_copied_manager_saves_when_the_first_one_has_ended(tmp_path
         other.flush()
         assert manager.restore(model=model).step == other.mirror.restore().step == step
         other.close()
+
+
+def test_a_model_and_an_optimizer_that_are_exchanged_are_refused(tmp_path):
+    loop = Loop()
+    with CheckpointManager(tmp_path) as manager:
+        for parts, expected in (
+            ({"model": loop.optimizer}, "model: .*AdamW; expected a module"),
+            ({"model": {"a": loop.model, "b": loop.optimizer}}, "model: .*AdamW; expected a module"),
+            ({"optimizer": [loop.model]}, "optimizer: .*Sequential; expected an optimizer. Pass it as model="),
+        ):
+            for call in (partial(manager.save, 1), manager.restore):
+                with pytest.raises(PolicyError, match=expected):
+                    call(**parts)
+        assert manager.store.steps() == []

@@ -361,3 +361,55 @@ def test_a_function_of_the_caller_sets_a_default_device_of_its_own():
         with host_by_default(), callers_default():  # what that function calls is called on the host
             assert torch.empty(0).device.type == "cpu"
     assert torch.empty(0).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
+@pytest.mark.parametrize("scheme", [*SCHEMES])
+def test_settings_of_the_process_that_evaluate_changes_come_back(tmp_path, scheme):
+    """Training goes on in its dtype, on its device and with its threads, and so does the save itself."""
+    torch.manual_seed(0)
+    model, x, threads = nn.Linear(64, 64), torch.randn(64, 64), torch.get_num_threads()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+
+    def evaluate(model):
+        loss = (model(x) - x).square().mean(1)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_num_threads(threads + 1)
+        torch.use_deterministic_algorithms(True)
+        return loss
+
+    try:
+        with sp.CheckpointManager(tmp_path, scheme=SCHEMES[scheme](evaluate)) as manager:
+            manager.save(1, model=model, optimizer=optimizer)
+        assert torch.empty(0).dtype == torch.float32 and torch.empty(0).device.type == "cpu"
+        assert torch.get_num_threads() == threads and not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("scheme", ["lossless", "fisher(relative_error=0.3)"])
+def test_a_loop_may_save_and_restore_within_inference_mode(tmp_path, scheme, background):
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(step):
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+
+    with sp.CheckpointManager(tmp_path, scheme=scheme, background=background) as manager:
+        for step in range(6):
+            train(step)
+            with torch.inference_mode(step % 3 < 2):
+                manager.save(step, model=model, optimizer=optimizer)
+        optimizer = torch.optim.AdamW(model.parameters())  # the restore makes its moments
+        with torch.inference_mode():
+            assert manager.restore(model=model, optimizer=optimizer).step == 5
+        train(6)

@@ -274,6 +274,12 @@ def test_moments_have_the_strides_of_their_parameter(tmp_path: Path) -> None:
     [moment, restored] = (x.state[m.weight]["exp_avg"] for m, x in ((model, optimizer), (ours, other)))
     assert restored.stride() == moment.stride() != moment.contiguous().stride()
     assert torch.equal(restored, moment)
+    for part in (..., slice(0, 4)):  # of a part, too
+        ours, other = build()
+        with CheckpointManager(tmp_path) as manager:
+            manager.restore(model=ours, optimizer=other, only={"weight": part})
+        assert other.state[ours.weight]["exp_avg"].stride() == moment.stride()
+        assert torch.equal(other.state[ours.weight]["exp_avg"], moment)
 
 
 def test_whole_numbers_are_no_fractions() -> None:

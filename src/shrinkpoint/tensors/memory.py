@@ -6,10 +6,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ _OUT_OF_MEMORY = re.compile("OutOfMemoryError|MemoryError|out of memory|can't al
 _callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 """The default device of the caller of a function that is `host_by_default`; None: theirs holds."""
 
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
+"""Settings of a process that change the numbers of training, each with what reads and what sets it."""
+
 
 @contextmanager
 def host_by_default() -> Iterator[None]:
@@ -52,14 +60,26 @@ def host_by_default() -> Iterator[None]:
 
 @contextmanager
 def callers_default() -> Iterator[None]:
-    """Within `host_by_default`, give a function of the caller the default device that the caller has set."""
-    device = _callers_device.get()
+    """Give a function of the caller the default device that the caller has set, and undo what it sets for the process:
+    default dtype and device, number of threads, deterministic algorithms."""
+    device, place = _callers_device.get(), _default_device_context()
     token = _callers_device.set(None)  # within that function, what is `host_by_default` has another caller
+    settings = [(get(), get, put) for get, put in _SETTINGS]
     try:
         with device or nullcontext():
             yield
     finally:
         _callers_device.reset(token)
+        for value, get, put in settings:
+            if get() != value:
+                put(value)
+        if _default_device_context() is not place:
+            torch.set_default_device(None if place is None else place.device)
+
+
+def _default_device_context() -> Any:
+    """What `torch.set_default_device` has set in this thread; None if nothing, or if this torch has no such place."""
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
 
 
 def is_out_of_memory(error: Exception) -> bool:

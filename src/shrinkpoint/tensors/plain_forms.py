@@ -12,11 +12,13 @@ import sys
 from argparse import Namespace
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
 import torch
@@ -224,12 +226,17 @@ def _find_dtype(name: str) -> torch.dtype:
 
 
 def _to_iso(value: datetime | time) -> Any:
-    return [value.isoformat(), value.fold] if value.fold else value.isoformat()
+    key = value.tzinfo.key if type(value.tzinfo) is ZoneInfo else None
+    return [value.isoformat(), value.fold, *([key] if key else [])] if value.fold or key else value.isoformat()
 
 
 def _from_iso(kind: type[datetime] | type[time], plain: Any) -> datetime | time:
-    text, fold = _typed(plain, (str, int)) if type(plain) is list else (plain, 0)
-    return kind.fromisoformat(text).replace(fold=fold)
+    text, fold, *keys = plain if type(plain) is list and 2 <= len(plain) <= 3 else (plain, 0)
+    made = kind.fromisoformat(text).replace(fold=_expect(int, fold))
+    with suppress(ZoneInfoNotFoundError, OSError):  # where this machine lacks the zone, the offset stays
+        for key in keys:
+            made = made.replace(tzinfo=ZoneInfo(_expect(str, key)))
+    return made
 
 
 def _unique(kind: type, items: Any) -> Any:

@@ -283,7 +283,8 @@ class BackgroundSaver:
         self._stalls_since = start = time.perf_counter()
         try:
             self.wait()
-            yield
+            with torch.inference_mode(False), torch.no_grad():  # a save outside that mode writes over the copies
+                yield
         finally:
             self.stall_seconds, self._stalls_since = time.perf_counter() - start, None
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from shrinkpoint import validate
@@ -43,7 +44,14 @@ from shrinkpoint.train.background import BackgroundSaver, make_save_plan
 from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
-from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names, iter_leaves
+from shrinkpoint.train.state_alignment import (
+    NAMES_KEY,
+    AlignedState,
+    align_state,
+    collect_names,
+    is_optimizer,
+    iter_leaves,
+)
 from shrinkpoint.train.state_dicts import mark_parameters
 
 if TYPE_CHECKING:
@@ -262,6 +270,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                 self._schedule.note_saved(step, values)
             return report
 
+    @torch.inference_mode(False)  # training cannot change tensors that are made within that mode
+    @torch.no_grad()
     def restore(
         self,
         step: int | Literal["latest", "best"] | None = None,
@@ -446,6 +456,11 @@ def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("extra", "metrics"):
         if name in objects:
             raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
+    for name, other, expected in (("model", "optimizer", "a module"), ("optimizer", "model", "an optimizer")):
+        for _, obj in iter_leaves(objects.get(name)):
+            is_module = isinstance(obj, nn.Module)
+            if is_module != is_optimizer(obj) and is_module != (name == "model"):
+                raise PolicyError(name, found=validate.type_name(obj), expected=expected, do=f"pass it as {other}=")
     return {name: obj for name, obj in objects.items() if obj is not None}
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
@@ -191,6 +193,8 @@ class Checkpointer(BackgroundSaver):
 
             return self._save(f"saving {target}", flat_state, plan, write)
 
+    @torch.inference_mode(False)  # training cannot change tensors that are made within that mode
+    @torch.no_grad()
     def load(self, directory: AnyDirectory, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
         """Load a checkpoint; the next save is a delta against it.
 

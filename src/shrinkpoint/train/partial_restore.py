@@ -220,7 +220,7 @@ def _copy_to_device(value: Any, current: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     device = current.device if isinstance(current, Tensor) else parameter.device if value.dim() else value.device
-    return value.to(device, copy=True)
+    return state_dicts.strided_as(parameter, value.to(device, copy=True))
 
 
 @torch.no_grad()

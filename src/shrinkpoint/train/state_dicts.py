@@ -421,10 +421,20 @@ def restore_slots(
         if isinstance(live, dict):
             follows = partial(_follows_parameter, parameter=parameter, optimizer=inner, saved_dtypes=saved_dtypes)
             _as_saved(live, saved, follows)
-            live.update({name: _strided_as(parameter, value) for name, value in live.items()})
+            live.update({name: strided_as(parameter, value) for name, value in live.items()})
 
 
-def _strided_as(parameter: Tensor, value: Any) -> Any:
+def stride_slots(optimizer: Any) -> None:
+    """Give slots with the shape of their parameter its strides, as `restore_slots` does, where others have loaded."""
+    for parameter, live in unwrap_optimizer(optimizer).state.items():
+        if isinstance(live, dict):
+            live.update({name: strided_as(parameter, value) for name, value in live.items()})
+
+
+def strided_as(parameter: Any, value: Any) -> Any:
+    """A slot of an optimizer with the strides of its parameter, if it has the shape; others as they are."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, Tensor):
+        return value
     is_plain = type(value) is Tensor and type(parameter) in (Tensor, nn.Parameter) and value.shape == parameter.shape
     if not is_plain or value.layout != torch.strided or value.stride() == parameter.stride():
         return value

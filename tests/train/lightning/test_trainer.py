@@ -272,3 +272,18 @@ def test_the_loggers_of_a_trainer_get_the_numbers_of_each_save(tmp_path, backgro
     rows = {step: row for step, row in memory.rows.items() if row}
     assert [*rows] == [4, 8, 12] == [report.step for report in told]
     assert [row["checkpoint/depth"] for row in rows.values()] == [0, 1, 2]
+
+
+def test_moments_have_the_strides_of_their_parameter(tmp_path):
+    class Pictures(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2), nn.Flatten())
+            self.net.to(memory_format=torch.channels_last)
+
+    for epochs, path in ((1, None), (2, "last")):
+        saver = every(tmp_path, save_last=True)
+        run = trainer(tmp_path, ShrinkIO(), epochs=epochs, callbacks=[saver, ShrinkIOCallback()])
+        run.fit(Pictures(), points(), ckpt_path=path)
+    weight = run.lightning_module.net[1].weight
+    assert run.optimizers[0].state[weight]["exp_avg"].stride() == weight.stride() != weight.contiguous().stride()

@@ -178,6 +178,8 @@ class Manager(ScheduledSaver):
     def _run(self) -> DirectoryRun:
         return DirectoryRun(self._root, layout.step_of_dir)
 
+    @torch.inference_mode(False)  # training cannot change tensors that are made within that mode
+    @torch.no_grad()
     def restore(
         self, step: int | Literal["best", "latest"] | None = None, *, max_bytes: int | None = None, **objects: Any
     ) -> RestoreResult[int] | None:

@@ -16,6 +16,7 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule, check_policy
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, collect_names
+from shrinkpoint.train.state_dicts import stride_slots
 
 
 class ShrinkIOCallback(pl.Callback):
@@ -153,7 +154,9 @@ class ShrinkIOCallback(pl.Callback):
                 logger.log_metrics(report.metrics("checkpoint/"), step=step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the recorder's step to the one that training starts at, and begin to ask the policy."""
+        """Give moments their strides, the recorder the step that training starts at, and begin to ask the policy."""
+        for optimizer in trainer.optimizers:
+            stride_slots(optimizer)
         if self._policy is not None:
             group = dist.group.WORLD if trainer.world_size > 1 else None
             self._schedule = SaveSchedule(self._policy, group=group)
