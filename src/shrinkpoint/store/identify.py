@@ -73,8 +73,17 @@ def refuse_store_checkpoint(directory: AnyDirectory) -> None:
     raise MismatchError(str(directory), found=found, expected=expected, do=do)
 
 
-def refuse_run(storage: Storage) -> None:
+def refuse_store(root: Path) -> None:
+    """Raise a MismatchError if a directory is a store, from which a framework would not resume."""
+    for place in _visible_dirs(root) if root.is_dir() else ():
+        refuse_store_checkpoint(place)
+
+
+def refuse_run(storage: Storage, *, to_write: bool = True) -> None:
     """Raise a MismatchError if a framework has saved where a store would: a store would write over its files.
+
+    Args:
+        to_write: False: also for names that no store writes, as there is a run that a restore would not find.
 
     Raises:
         StorageError: the place cannot be listed.
@@ -84,9 +93,13 @@ def refuse_run(storage: Storage) -> None:
     else:
         keys = (key.partition("/") for key in storage.list())
         names = [head for head, _, name in keys if name == MANIFEST]
-    steps = [name for name in names if layout.step_of_dir(name) is not None]
+    is_checkpoint_name = layout.step_of_dir if to_write else lambda name: _CHECKPOINT_NAME.fullmatch(name.lower())
+    steps = [name for name in names if is_checkpoint_name(name) is not None]
     if steps:
-        found, expected = f"the run of a framework, with {max(steps)}", "a store, or an empty directory"
+        found, expected = (
+            f"the run of a framework, with {max(steps, key=natural_key)}",
+            "a store, or an empty directory",
+        )
         do = "restore it by what saved it, such as dcp.Manager, or name another directory"
         raise MismatchError(storage.describe(), found=found, expected=expected, do=do)
 

@@ -436,7 +436,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                     raise
                 warn_user(f"the mirror cannot be read, and may have a newer checkpoint: {error}", UserWarning)
         if not exists:
-            refuse_run(self.store.storage)
+            refuse_run(self.store.storage, to_write=False)
             return None
         return restore_newest(stores, keep=self.store, weights_only=weights_only, max_bytes=max_bytes)
 

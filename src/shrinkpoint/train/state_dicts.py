@@ -126,7 +126,7 @@ def check_state_dicts(
         elif isinstance(target, Optimizer):
             _check_optimizer_layout(target, state, where)
             if strict:
-                _check_optimizer_kind(target, state, where, alternative)
+                check_optimizer_kind(target, state, where, alternative)
                 # A slot that gets the dtype of its parameter must not be rounded
                 for index, (parameter, slots) in enumerate(iter_slot_states(target, state)):
                     for slot, value in slots.items():
@@ -136,7 +136,7 @@ def check_state_dicts(
                                 value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative
                             )
         elif isinstance(target, torch.optim.lr_scheduler.LRScheduler) and strict:
-            _check_scheduler_kind(target, state, where, alternative)
+            check_scheduler_kind(target, state, where, alternative)
         elif isinstance(target, torch.amp.GradScaler):
             _check_scaler_is_enabled(target, state, where)
 
@@ -361,7 +361,7 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
                 raise MismatchError(f"{where}, parameter {index}, {slot}", found=found, expected=expected, do=do)
 
 
-def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
+def check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
     """Raise for the state of another kind of optimizer, and for one that loading would round."""
     optimizer = unwrap_optimizer(optimizer)
     saved_slots = {
@@ -506,7 +506,7 @@ def _is_torch_optimizer(optimizer: Optimizer) -> bool:
 # Schedulers and gradient scalers
 
 
-def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: str) -> None:
+def check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: str) -> None:
     """Raise for the state of another kind of scheduler, recognized by the names of its settings."""
     live_names, saved_names = (
         {key for key in state if isinstance(key, str) and (not key.startswith("_") or key in _STRUCTURE_KEYS)}

@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
-from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.train import CheckpointManager
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, latest_valid
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -287,3 +288,30 @@ def test_moments_have_the_strides_of_their_parameter(tmp_path):
         run.fit(Pictures(), points(), ckpt_path=path)
     weight = run.lightning_module.net[1].weight
     assert run.optimizers[0].state[weight]["exp_avg"].stride() == weight.stride() != weight.contiguous().stride()
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
+def test_an_optimizer_or_scheduler_of_another_kind_is_refused(tmp_path, kind):
+    class Changed(Small):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            if kind == "optimizer":
+                return optimizer
+            [optimizer], _ = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 99)]
+
+    saver = every(tmp_path, save_last=True)
+    trainer(tmp_path, ShrinkIO(), epochs=1, callbacks=[saver, ShrinkIOCallback()]).fit(small(), points())
+    run = trainer(tmp_path, ShrinkIO(), epochs=2, callbacks=[every(tmp_path, save_last=True), ShrinkIOCallback()])
+    with pytest.raises(MismatchError, match=f"the state of another kind of {kind}"):
+        run.fit(Changed(), points(), ckpt_path="last")
+
+
+def test_the_store_of_a_checkpoint_manager_is_no_run_without_checkpoints(tmp_path):
+    with CheckpointManager(tmp_path / "store") as manager:
+        manager.save(1, model=small())
+    with pytest.raises(MismatchError, match=r"a checkpoint in a store.*by a CheckpointManager"):
+        latest_valid(tmp_path / "store")
+    trainer(tmp_path, ShrinkIO(), epochs=1, callbacks=[every(tmp_path / "run")]).fit(small(), points())
+    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(MismatchError, match="the run of a framework"):
+        manager.restore(model=small())

@@ -14,8 +14,9 @@ from helpers.huggingface import WEIGHTS, ended, lay, made, steps, whole
 from helpers.strategies import same
 from transformers import Trainer
 
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError
+from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError
 from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.train import CheckpointManager
 from shrinkpoint.train.transformers import ShrinkTrainer, latest_valid
 
 
@@ -147,3 +148,15 @@ def test_a_run_that_goes_back_keeps_what_it_saves_whatever_the_clock_says(run, l
     trainer = made(ShrinkTrainer, run, max_steps=7, save_steps=1, save_total_limit=limit)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert steps(run) == [6, 7][-limit:] and latest_valid(run) == str(run / "checkpoint-7")
+
+
+def test_the_store_of_a_checkpoint_manager_is_no_run_without_checkpoints(run, tmp_path):
+    with CheckpointManager(tmp_path / "store") as manager:
+        manager.save(1, model=torch.nn.Linear(2, 2))
+    with pytest.raises(MismatchError, match=r"a checkpoint in a store.*by a CheckpointManager"):
+        latest_valid(tmp_path / "store")
+    with CheckpointManager(run) as manager:
+        with pytest.raises(MismatchError, match="the run of a framework, with checkpoint-8"):
+            manager.restore(model=torch.nn.Linear(2, 2))
+        manager.save(1, model=torch.nn.Linear(2, 2))  # writes over nothing
+    assert latest_valid(run) == str(run / "checkpoint-8")

@@ -16,7 +16,7 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule, check_policy
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, collect_names
-from shrinkpoint.train.state_dicts import stride_slots
+from shrinkpoint.train.state_dicts import check_optimizer_kind, check_scheduler_kind, stride_slots
 
 
 class ShrinkIOCallback(pl.Callback):
@@ -96,7 +96,7 @@ class ShrinkIOCallback(pl.Callback):
         """Put what is to be restored into the order of the optimizers' parameters, by their names.
 
         Raises:
-            MismatchError: other optimizers, or optimizers over other parameters, were saved.
+            MismatchError: optimizers or schedulers of another kind, or optimizers over other parameters, were saved.
             StateError: hyperparameters, or what callbacks keep, cannot be stored: now, and not after the first epoch.
         """
         if isinstance(trainer.strategy.checkpoint_io, ShrinkIO) and trainer.is_global_zero:
@@ -110,7 +110,11 @@ class ShrinkIOCallback(pl.Callback):
         if found != expected:
             do = "configure the optimizers that were saved, or load the weights alone"
             raise MismatchError(where, found=f"{found} optimizers", expected=f"{expected}", do=do)
-        aligned = align_state(objects, checkpoint, where, strict=True, alternative="or load the weights alone")
+        alternative = "or load the weights alone"
+        aligned = align_state(objects, checkpoint, where, strict=True, alternative=alternative)
+        for key, check in (("optimizer_states", check_optimizer_kind), ("lr_schedulers", check_scheduler_kind)):
+            for number, (live, saved) in enumerate(zip(objects[key], aligned.state.get(key, ()), strict=False)):
+                check(live, saved, f"{where}, {key}/{number}", alternative)
         checkpoint.update(aligned.state)
 
     def on_train_batch_start(

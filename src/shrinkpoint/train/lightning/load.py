@@ -18,7 +18,7 @@ from torch import Tensor
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.storage import hide_credentials
 from shrinkpoint.store.directory import newest_first, read_directory_manifest
-from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint, refuse_store
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -112,6 +112,7 @@ def latest_valid(directory: _PATH) -> Path | None:
 
     Raises:
         PolicyError: the directory is not on a local file system.
+        MismatchError: a `CheckpointManager` has saved in it.
     """
     root = place_or_none(directory)
     if not isinstance(root, Path):
@@ -128,6 +129,8 @@ def latest_valid(directory: _PATH) -> Path | None:
     for path in sorted(candidates.values(), key=_creation_time):
         runs.setdefault(path.parent, []).append(path)
     by_age = sorted(map(newest_first, runs.values()), key=lambda paths: _creation_time(paths[0]), reverse=True)
+    if not by_age:
+        refuse_store(root)
     return newest_valid.latest_valid(chain.from_iterable(by_age))[0]
 
 

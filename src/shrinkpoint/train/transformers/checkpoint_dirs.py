@@ -25,7 +25,7 @@ from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import verify_directory
-from shrinkpoint.store.identify import find_checkpoints, is_checkpoint
+from shrinkpoint.store.identify import find_checkpoints, is_checkpoint, refuse_store
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
@@ -80,6 +80,7 @@ def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool =
 
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
+        MismatchError: a `CheckpointManager` has saved in the directory.
     """
     return _find_valid(output_dir, deep=deep, optimizer=optimizer, may_begin_anew=True)
 
@@ -108,6 +109,8 @@ def _find_valid(output_dir: str | Path, *, deep: bool, optimizer: bool, may_begi
     run = directories_of(output_dir)
     for path in run.numbers():
         wait_for_writes(path)
+    if not run.numbers():
+        refuse_store(run.root)
     directory, skipped = newest_valid.latest_valid(
         run.newest_first(), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
