@@ -181,6 +181,20 @@ def test_a_journal_that_was_deleted_is_an_error_and_a_save_begins_it_anew(tmp_pa
     assert again.restored is not None and again.restored.step == 4 and again.bits() == bits
 
 
+def test_a_journal_whose_lock_was_deleted_takes_it_again_or_is_refused(tmp_path: Path):
+    where, lock = tmp_path / "run", tmp_path / "run" / "journal" / ".shrinkpoint-lock-00000"
+    run, other = make(where).train(3), make(tmp_path / "other", directory=where / "journal")
+    lock.unlink()
+    run.journal.save(3, **run.objects)
+    with pytest.raises(LockedError):
+        other.journal.save(0, **other.objects)
+    lock.unlink()
+    other.journal.save(0, **other.objects)
+    with pytest.raises(LockedError):
+        run.journal.save(3, **run.objects)
+    other.close(), run.close()
+
+
 def test_a_step_whose_update_raises_is_not_in_the_journal(tmp_path: Path):
     expected = make(tmp_path / "whole").train(4).close().bits()
 

@@ -211,6 +211,28 @@ def test_panic_of_a_storage_is_an_error_and_copying_goes_on_after_it(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the mirror")  # it may come before the flush
+def test_a_mirror_whose_lock_was_deleted_is_locked_again_or_belongs_to_another(tmp_path):
+    mirror = tmp_path / "mirror"
+    with CheckpointManager(tmp_path / "run", mirror=mirror) as manager:
+        save(manager, 1)
+        manager.flush()
+        (mirror / ".shrinkpoint-lock").unlink()
+        save(manager, 2)
+        manager.flush()
+        with pytest.raises(LockedError), Store(mirror) as store:
+            store.lock()
+        (mirror / ".shrinkpoint-lock").unlink()
+        with Store(mirror) as store:
+            store.lock()
+            save(manager, 3)
+            with pytest.raises(StorageError, match="is saving here already"):
+                manager.flush()
+            assert steps_of(mirror) == [1, 2]
+        manager.flush()
+    assert steps_of(mirror) == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:the mirror")  # it may come before the flush
 def test_error_of_the_thread_itself_ends_a_flush(tmp_path):
     manager = CheckpointManager(tmp_path, mirror=Stuck())
     save(manager, 1)

@@ -150,7 +150,7 @@ class Journal:
         self._record = compression.record_gradients(shard_compressor)
         self._state = JournalState(compression.module, compression.parameters())
         self._lock = ExitStack()
-        self._is_locked = False
+        self._lock_fd: int | None = None
         self._gradient_bytes = 0  # of a record, on the rank that has most
         self._writer: SegmentWriter | None = None
         self._step: int | None = None  # the last one that the state contains; None: it is not known
@@ -163,7 +163,7 @@ class Journal:
 
     def reset_after_fork(self) -> None:
         """In a forked child: the open segment and its lock are the parent's."""
-        self._writer, self._step, self._lock, self._is_locked = None, None, ExitStack(), False
+        self._writer, self._step, self._lock, self._lock_fd = None, None, ExitStack(), None
 
     def __repr__(self) -> str:
         return f"Journal({str(self._directory.path)!r})"
@@ -181,7 +181,7 @@ class Journal:
         self._compression.stop_recording()
         writer, self._writer, self._step = self._writer, None, None
         with self._lock:
-            self._is_locked = False
+            self._lock_fd = None
             if writer is not None:
                 with closing(writer):
                     writer.sync()
@@ -382,12 +382,14 @@ class Journal:
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
 
     def _open(self) -> None:
-        """Lock this rank's files, and learn how many bytes the gradients of a rank have at most."""
+        """Lock this rank's files, again if the lock was deleted, and learn how many bytes the gradients of a rank have at most."""
 
         def lock() -> int:
-            if not self._is_locked:
-                self._lock.enter_context(self._directory.lock(self._rank))
-                self._is_locked = True
+            if self._lock_fd is not None and not self._directory.holds_lock(self._rank, self._lock_fd):
+                self._lock_fd = None
+                self._lock.close()  # by now another process may have taken the place
+            if self._lock_fd is None:
+                self._lock_fd = self._lock.enter_context(self._directory.lock(self._rank))
             return self._record.nbytes
 
         self._gradient_bytes = max(self._agree(lock))

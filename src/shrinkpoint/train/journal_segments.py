@@ -19,7 +19,7 @@ from shrinkpoint.errors import CorruptError, MismatchError, StorageError, Trunca
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import LocalStorage, storage_error
 from shrinkpoint.storage.base import Buffer
-from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock, os_errors
+from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock, is_lock_of, os_errors
 from shrinkpoint.storage.paths import open_regular
 from shrinkpoint.tensors.info import JSON
 
@@ -136,7 +136,7 @@ class JournalDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def lock(self, rank: int) -> AbstractContextManager[object]:
+    def lock(self, rank: int) -> AbstractContextManager[int]:
         """Keep other processes from writing the files of a rank.
 
         Raises:
@@ -144,7 +144,14 @@ class JournalDirectory:
         """
         with os_errors(str(self.path), "creating the directory"):
             self.path.mkdir(parents=True, exist_ok=True)
-        return hold_lock(self.path / f"{LOCK}-{rank:05d}", str(self.path))
+        return hold_lock(self._lock_path(rank), str(self.path))
+
+    def holds_lock(self, rank: int, fd: int) -> bool:
+        """True if the lock with this descriptor is held; not if somebody has deleted its file since."""
+        return is_lock_of(self._lock_path(rank), fd)
+
+    def _lock_path(self, rank: int) -> Path:
+        return self.path / f"{LOCK}-{rank:05d}"
 
     def path_of(self, start: int, rank: int) -> Path:
         return self.path / f"{start:012d}-{rank:05d}.journal"

@@ -157,6 +157,9 @@ class MirrorUploader:
             return is_due
 
     def _copy_missing(self) -> None:
+        holds_lock = getattr(self._mirror.target, "holds_lock", None)
+        if self._is_locked and holds_lock is not None and not holds_lock():
+            self._release()  # by now another process may have taken the place
         if not self._is_locked:
             self._lock.enter_context(self._mirror.target.lock())
             self._is_locked = True
