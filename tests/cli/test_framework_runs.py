@@ -17,6 +17,7 @@ from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store, scan
 from shrinkpoint.store import directory as folders
 from shrinkpoint.store.directory import find_run
+from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import find_checkpoints
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer
@@ -83,6 +84,29 @@ def test_a_directory_that_goes_meanwhile_is_no_part_of_a_plan(run, frameworks_ru
     monkeypatch.setattr(find_run.__module__ + ".find_checkpoints", lambda root: places)
     done = run("prune", frameworks_run, "--keep-last", "2", "--json")
     assert json.loads(done.stdout)["delete"] == ["checkpoint-90"]
+
+
+@pytest.mark.parametrize("gone", ["plan", "rewrite"])
+def test_a_directory_that_goes_meanwhile_ends_no_compact(run, frameworks_run, monkeypatch, gone):
+    """As beside a training with a limit of checkpoints."""
+    shutil.rmtree(frameworks_run / "checkpoint-90")  # whose file the others hold
+    rewrite = RunRewriter.rewrite
+
+    def delete_first(self, chain, *arguments):
+        shutil.rmtree(frameworks_run / "checkpoint-100")
+        return rewrite(self, chain, *arguments)
+
+    if gone == "plan":
+        places = [frameworks_run / "checkpoint-5", *find_checkpoints(frameworks_run)]
+        monkeypatch.setattr("shrinkpoint.cli.compact.find_run", lambda root: places)
+    else:
+        monkeypatch.setattr(RunRewriter, "rewrite", delete_first)
+    assert run("compact", frameworks_run).code == 0
+    assert run("verify", frameworks_run, "--deep").code == 0
+    monkeypatch.undo()
+    for base in frameworks_run.glob("checkpoint-1000/bases/*"):
+        base.write_bytes(b"")
+    assert run("compact", frameworks_run).code == (4 if gone == "rewrite" else 0)  # damage is said
 
 
 def test_damage_is_found_where_it_is(run, frameworks_run, flip):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -18,12 +20,13 @@ from shrinkpoint.cli.arguments import (
     parse_store,
 )
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.store import chain
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.directory import find_run, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, group_by_chain
+from shrinkpoint.store.manifest import DirectoryManifest
 
 _STEP_HELP = "Make this checkpoint a keyframe."
 OneStepOption = Annotated[
@@ -81,7 +84,7 @@ def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: b
         found, do = f"--step {step} of a framework's run", "name the directory of that checkpoint"
         raise PolicyError(str(location), found=found, expected="a store", do=do)
     directories = find_run(location.path)[::-1]
-    before = {path: read_directory_manifest(path) for path in directories}
+    before = _manifests(directories)
     # Each needs the files of its chain, of which some may be nobody else's any more.
     own = {payload.digest for manifest in before.values() for payload in manifest.payloads}
     chains = [
@@ -95,8 +98,13 @@ def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: b
 
         with show_progress(f"writing checkpoints of {location} again"):
             rewriter = RunRewriter(before)
-            rewritten = [path for chain in chains if rewriter.rewrite(chain) for path in chain]
-    after = {path: read_directory_manifest(path) for path in directories}
+            for chain in chains:
+                try:
+                    rewritten += chain if rewriter.rewrite(chain) else []
+                except ShrinkpointError:
+                    if _manifests(chain) == {path: before[path] for path in chain}:
+                        raise  # else the training has deleted one of them meanwhile, or has written it again
+    after = _manifests(directories)
     sizes = [sum(file_sizes(manifests.values()).values()) for manifests in (before, after)]
     names = [path.name for path in (rewritten if not dry_run else [path for chain in chains for path in chain])]
     if json:
@@ -107,6 +115,15 @@ def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: b
         print_line(f"{location}: would write again, if that frees bytes: {', '.join(names)}")
     else:
         print_line(f"{location}: wrote {', '.join(names)} again, {humanize.size(sizes[0] - sizes[1])} less")
+
+
+def _manifests(directories: Iterable[Directory]) -> dict[Directory, DirectoryManifest]:
+    """The manifests of those of some checkpoints that a training has not deleted meanwhile."""
+    manifests: dict[Directory, DirectoryManifest] = {}
+    for directory in directories:
+        with suppress(NotFoundError):
+            manifests[directory] = read_directory_manifest(directory)
+    return manifests
 
 
 def _chain_json(row: CheckpointReport) -> dict[str, object]:

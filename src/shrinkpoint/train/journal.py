@@ -382,7 +382,7 @@ class Journal:
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
 
     def _open(self) -> None:
-        """Lock this rank's files, again if the lock was deleted, and learn how many bytes the gradients of a rank have at most."""
+        """Lock this rank's files, again if that was deleted, and learn the most bytes that a rank's gradients take."""
 
         def lock() -> int:
             if self._lock_fd is not None and not self._directory.holds_lock(self._rank, self._lock_fd):
