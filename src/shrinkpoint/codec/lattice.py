@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ _DITHER_LEVELS = 256
 _DECODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels decode to
 _HEAD_CODES = 1 << 12  # codes that are compared first: those of a tensor that trains differ there already
 _MASK_32_BITS = (1 << 32) - 1
+_INDEX_FACTOR = 0x9E3779B1
+SLAB_VALUES = 1 << 22
+"""The most values that torch operations on a device take at once; temporary tensors take up to 64 bytes for each."""
 _NATIVE_FORM = "_native_form"  # the attribute that caches the native core's form of a lattice
 _MIN_VALUES_PER_EXPONENT = 32  # of a tensor whose lattice is cached: the form takes ten bytes an exponent
 _MAX_SMALL_EXPONENTS = 256  # of a lattice that is cached in any case: it takes little more than its Python objects
@@ -135,9 +138,9 @@ class Lattice:
         scales = self.scales(device=device).expand(self.matrix_shape(shape))
         return as_matrix(scales.reshape(shape))[rows]
 
-    def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
-        """Return the dither u of every element, float32; 0.0 without a seed."""
-        return dither(self.seed, shape, device) if self.seed else 0.0
+    def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu", first: int = 0) -> Tensor | float:
+        """Return the dither u of every element from index `first` on, float32; 0.0 without a seed."""
+        return dither(self.seed, shape, device, first) if self.seed else 0.0
 
     def to_native(self, shape: tuple[int, ...]) -> _native.Lattice:
         """Return the native core's form of this lattice, for tensors of `shape`.
@@ -260,20 +263,25 @@ class LatticeTensor:
             stored = None if second_moments is None else second_moments.to(torch.float32)
             _native.lattice_values(*self.native_values(), out, squares=stored, threads=torch.get_num_threads())
             return torch.from_numpy(out.view(np.float32)).reshape(self.codes.shape).to(dtype)
-        lattice = self.lattice
-        shape = lattice.matrix_shape(tuple(self.codes.shape))
-        codes = self.codes.reshape(shape)
+        decoded = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        shape = self.lattice.matrix_shape(tuple(self.codes.shape))
+        for slab in slabs(shape):
+            slab.of(decoded.view(shape)).copy_(self.slab_values(slab, second_moments))
+        return decoded
+
+    def slab_values(self, slab: Slab, second_moments: Tensor | None = None) -> Tensor:
+        """Return the values of some codes by torch operations, float32, of the slab's shape; as `dequantize`."""
+        lattice, shape = slab.of_lattice(self.lattice), self.lattice.matrix_shape(tuple(self.codes.shape))
+        codes = slab.of(self.codes.reshape(shape))
         if lattice.spacing == "log":
             values = exp2_eighths(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
-            values = values.masked_fill(codes == ZERO_CODE, 0.0)
-        else:
-            squares = None if second_moments is None else second_moments.reshape(shape).to(torch.float32)
-            dithered = codes.to(torch.float32) + lattice.dither(shape, codes.device)
-            if self.origin is not None and self.gain != 1:
-                moved = codes.to(torch.float32) - self.origin.reshape(shape).to(codes.device, torch.float32)
-                dithered = dithered + moved * excess
-            values = dithered * lattice.scales(squares, codes.device)
-        return values.reshape(self.codes.shape).to(dtype)
+            return values.masked_fill(codes == ZERO_CODE, 0.0)
+        squares = None if second_moments is None else slab.of(second_moments.reshape(shape)).to(torch.float32)
+        dithered = codes.to(torch.float32) + lattice.dither((codes.shape[0], codes.shape[1]), codes.device, slab.first)
+        if self.origin is not None and self.gain != 1:
+            moved = codes.to(torch.float32) - slab.of(self.origin.reshape(shape)).to(codes.device, torch.float32)
+            dithered = dithered + moved * float(np.float32(self.gain) - np.float32(1))
+        return dithered * lattice.scales(squares, codes.device)
 
     def starts_with(self, values: Tensor, count: int) -> bool:
         """True if the first `count` values are these bits.
@@ -378,12 +386,59 @@ def exp2_eighths(exponents: Tensor) -> Tensor:
     return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (STEPS_PER_OCTAVE - 1)).long()]
 
 
-def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
-    """Return pseudo-random odd multiples of 1/512 in (-1/2, 1/2), float32: a hash of the seed and each index."""
-    count = shape[0] * shape[1]
-    hashes = torch.arange(count, dtype=torch.int64, device=device)
-    hashes = hashes.mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK_32_BITS)
+def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
+    """Return pseudo-random odd multiples of 1/512 in (-1/2, 1/2), float32: a hash of the seed and each index.
+
+    Args:
+        first: the first index.
+    """
+    if (count := shape[0] * shape[1]) > SLAB_VALUES:
+        out = torch.empty(count, dtype=torch.float32, device=device)
+        for index, part in enumerate(out.split(SLAB_VALUES)):
+            part.copy_(dither(seed, (1, part.numel()), device, first + index * SLAB_VALUES)[0])
+        return out.view(shape)
+    # int32 wraps as unsigned words of 32 bits do; a shift must not bring down the sign.
+    start = (first * _INDEX_FACTOR + seed) & _MASK_32_BITS
+    hashes = torch.arange(count, dtype=torch.int32, device=device)
+    hashes.mul_(_signed(_INDEX_FACTOR)).add_(_signed(start))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        hashes = hashes.bitwise_xor(hashes >> shift).mul_(factor).bitwise_and_(_MASK_32_BITS)
-    hashes = hashes.bitwise_xor_(hashes >> 16) >> 24
+        hashes.bitwise_xor_((hashes >> shift).bitwise_and_(_MASK_32_BITS >> shift)).mul_(_signed(factor))
+    hashes.bitwise_right_shift_(24).bitwise_and_(0xFF)  # the last shift of the hash changes lower bits alone
     return hashes.to(torch.float32).add_(0.5).div_(_DITHER_LEVELS).sub_(0.5).reshape(shape)
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 31 << 32)
+
+
+class Slab(NamedTuple):
+    """Rows of a matrix, or a part of one row: values that torch operations on a device take at once."""
+
+    rows: slice
+    columns: slice
+    first: int  # the index of the first value
+
+    def of(self, matrix: Tensor) -> Tensor:
+        return matrix[self.rows, self.columns]
+
+    def of_lattice(self, lattice: Lattice) -> Lattice:
+        """The lattice of these values, whose dither begins at `first`."""
+        columns = lattice.columns[self.columns] if lattice.columns.numel() > 1 else lattice.columns
+        return replace(lattice, rows=lattice.rows[self.rows], columns=columns)
+
+
+def slabs(shape: tuple[int, int], size: int | None = None) -> Iterator[Slab]:
+    """Split a matrix into slabs of at most `SLAB_VALUES` values, or of `size`, in the order of memory."""
+    (rows, columns), size = shape, size or SLAB_VALUES
+    tall, wide = max(1, size // max(columns, 1)), max(1, min(columns, size))
+    for row in range(0, rows, tall):
+        for column in range(0, columns, wide):
+            ends = min(rows, row + tall), min(columns, column + wide)
+            yield Slab(slice(row, ends[0]), slice(column, ends[1]), row * columns + column)
+
+
+def slab_pairs(shape: tuple[int, int], points: LatticeTensor | None) -> Iterator[tuple[Slab, Slab]]:
+    """`slabs` of a matrix, each with that of the same values of other points; one of each if these have other rows."""
+    other = shape if points is None else points.lattice.matrix_shape(tuple(points.codes.shape))
+    size = None if other == shape else max(1, shape[0] * shape[1])
+    return zip(slabs(shape, size), slabs(other, size), strict=True)

@@ -17,10 +17,13 @@ from shrinkpoint.codec.lattice import (
     ZERO_CODE,
     Lattice,
     LatticeTensor,
+    Slab,
     as_matrix,
     code_bytes,
     exp2_eighths,
     matrix_shape,
+    slab_pairs,
+    slabs,
 )
 from shrinkpoint.device import kernels_for, run_kernels
 from shrinkpoint.device.reads import Reading, Reads
@@ -83,8 +86,7 @@ def quantize_to_lattice(
     if (found := (yield from _quantize_by_kernels(tensor, lattice, second, previous_codes, hysteresis))) is not None:
         return None if found[0] is None else LatticeTensor(found[0], lattice, relative_to)
     if not tensor.is_cpu or second_dtype != torch.float32:
-        squares = None if second_moment is None else second_moment.dequantize(second_dtype)
-        codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
+        codes = _quantize_torch(tensor, lattice, second, previous_codes, hysteresis)
         return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
     for dtype in (torch.int8, torch.int16):
         codes = empty_codes(tensor, dtype)
@@ -198,17 +200,29 @@ def _quantize_by_kernels(
 
 
 def _quantize_torch(
-    tensor: Tensor, lattice: Lattice, squares: Tensor | None, previous_codes: Tensor | None, hysteresis: float
+    tensor: Tensor,
+    lattice: Lattice,
+    second: tuple[LatticeTensor, torch.dtype] | None,
+    previous_codes: Tensor | None,
+    hysteresis: float,
 ) -> Tensor | None:
-    positions = lattice_positions(tensor, lattice, squares)
-    codes = positions.round()
-    if previous_codes is not None and hysteresis > 0.5:
-        previous = previous_codes.reshape(positions.shape).to(positions.device).to(torch.float32)
-        codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
-    if not bool((positions.abs() < MAX_LATTICE_CODE).all()):
-        return None
-    low, high = (float(end) for end in torch.aminmax(codes)) if codes.numel() else (0.0, 0.0)
-    return codes.to(torch.int8 if low >= -128 and high <= 127 else torch.int16)
+    shape = lattice.matrix_shape(tuple(tensor.shape))
+    values, out = tensor.reshape(shape), torch.empty(shape, dtype=torch.int8, device=tensor.device)
+    for slab, other in slab_pairs(shape, None if second is None else second[0]):
+        squares = None if second is None else second[0].slab_values(other).to(second[1])
+        positions = _slab_positions(values, lattice, slab, squares)
+        codes = positions.round()
+        if previous_codes is not None and hysteresis > 0.5:
+            previous = slab.of(previous_codes.reshape(shape)).to(positions.device, torch.float32)
+            codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
+        fits = (positions.abs() < MAX_LATTICE_CODE).all()
+        low, high, inside = torch.stack([*torch.aminmax(codes), fits.to(torch.float32)]).cpu().tolist()
+        if not inside:
+            return None
+        if low < -128 or high > 127:
+            out = out.to(torch.int16)
+        slab.of(out).copy_(codes)
+    return out
 
 
 def quantization_error_sums(
@@ -231,14 +245,16 @@ def quantization_error_sums(
             threads=threads or torch.get_num_threads(),
         )
         return ErrorSums(*sums)
-    errors = (quantized.dequantize(torch.float32) - weight.to(torch.float32)).to(torch.float64)
-    square_errors = errors.square()
-
-    def weighted_sum(weights: Tensor | None, values: Tensor) -> float:
-        return 0.0 if weights is None else float((weights.to(values.device) * values.reshape(weights.shape)).sum())
-
-    slope, curvature = weighted_sum(weights.slopes, errors), weighted_sum(weights.squares, square_errors)
-    return ErrorSums(slope, curvature, float(square_errors.sum()))
+    shape = quantized.lattice.matrix_shape(tuple(weight.shape))
+    totals = torch.zeros(3, dtype=torch.float64, device=weight.device)
+    for slab in slabs(shape):
+        errors = quantized.slab_values(slab) - slab.of(weight.reshape(shape)).to(torch.float32)
+        wide = errors.to(torch.float64)
+        totals[2] += wide.square().sum()
+        for index, (factors, powers) in enumerate(((weights.slopes, wide), (weights.squares, wide.square()))):
+            if factors is not None:
+                totals[index] += (slab.of(factors.reshape(shape)).to(wide.device) * powers).sum()
+    return ErrorSums(*totals.cpu().tolist())
 
 
 def movement_sums(
@@ -291,14 +307,22 @@ def _runs(rows: range, width: int) -> tuple[int, int, int, int]:
     return rows.start * width, width, rows.step * width, len(rows)
 
 
-def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:
+def lattice_positions(tensor: Tensor, lattice: Lattice) -> Tensor:
     """Return the fractional code of each value: float32, of the matrix's shape; -dither where the scale is 0."""
-    shape = lattice.matrix_shape(tuple(tensor.shape))
-    values = tensor.reshape(shape).to(torch.float32)
-    squares = None if second_moments is None else second_moments.reshape(shape).to(tensor.device, torch.float32)
-    scales = lattice.scales(squares, tensor.device)
-    positions = torch.where(scales > 0, values / scales, 0.0)
-    return positions - lattice.dither(shape, tensor.device)
+    values = tensor.reshape(shape := lattice.matrix_shape(tuple(tensor.shape)))
+    out = torch.empty(shape, dtype=torch.float32, device=tensor.device)
+    for slab in slabs(shape):
+        slab.of(out).copy_(_slab_positions(values, lattice, slab))
+    return out
+
+
+def _slab_positions(values: Tensor, lattice: Lattice, slab: Slab, second_moments: Tensor | None = None) -> Tensor:
+    """`lattice_positions` of a slab of a matrix, and of the second moments of the slab."""
+    part, x = slab.of_lattice(lattice), slab.of(values).to(torch.float32)
+    squares = None if second_moments is None else second_moments.to(x.device, torch.float32).reshape(x.shape)
+    scales = part.scales(squares, x.device)
+    positions = torch.where(scales > 0, x / scales, 0.0)
+    return positions - part.dither((x.shape[0], x.shape[1]), x.device, slab.first)
 
 
 DAMPING = 0.03
@@ -433,18 +457,36 @@ def quantize_second_moment(
 def _quantize_second_moment_torch(
     v: Tensor, m: Tensor | None, lattice: Lattice, zones: PowerZones, parent: LatticeTensor | None
 ) -> tuple[LatticeTensor, Tensor | None]:
+    out = torch.empty(v.shape, dtype=torch.int8, device=v.device)
+    sums = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+    for slab, other in slab_pairs((v.shape[0], v.shape[1]), parent):
+        part, first = slab.of_lattice(lattice), None if m is None else slab.of(m)
+        before = None
+        if parent is not None:
+            shape = parent.lattice.matrix_shape(tuple(parent.codes.shape))
+            before = other.of(parent.codes.reshape(shape)).to(v.device, torch.int32), other.of_lattice(parent.lattice)
+        codes, decoded = _slab_powers(slab.of(v), first, part, zones, before)
+        slab.of(out).copy_(codes)
+        if first is not None:
+            sums[slab.rows].add_(relative_squares(first, decoded).sum(1, dtype=torch.float64))
+    return LatticeTensor(out, lattice), None if m is None else sums.cpu()
+
+
+def _slab_powers(
+    v: Tensor, m: Tensor | None, lattice: Lattice, zones: PowerZones, parent: tuple[Tensor, Lattice] | None
+) -> tuple[Tensor, Tensor]:
+    """The codes of a slab of second moments, and their values; the parent has codes, int32, and a lattice."""
     bits = float_bits(v)
     present = (bits > 0) | (float_bits(v if m is None else m) & MAGNITUDE_MASK != 0)
     exponents = lattice.exponents(v.device)
     distances = log2_units(bits) * STEPS_PER_OCTAVE - exponents * LOG_UNITS_PER_OCTAVE
     # Times float32 reciprocals, as the native core does, so that the same values are rounded up.
-    one = torch.tensor(1.0, dtype=torch.float32, device=v.device)
-    scale, per_step = one / (lattice.step * LOG_UNITS_PER_OCTAVE), one / lattice.step
+    one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+    scale, per_step = float(one / (lattice.step * LOG_UNITS_PER_OCTAVE)), float(one / lattice.step)
     positions = distances.to(torch.float32) * scale
     codes = positions.clamp(-200, 200).round().masked_fill(positions.abs() < zones.dead, 0)
     if parent is not None:
-        shape, earlier = parent.lattice.matrix_shape(tuple(parent.codes.shape)), parent.lattice
-        before = parent.codes.to(v.device, torch.int32).reshape(shape)
+        before, earlier = parent
         moved = (earlier.exponents(v.device) + earlier.step * before).reshape(v.shape) - exponents
         nearest = (moved.to(torch.float32) * per_step).round()
         beyond = positions - nearest
@@ -452,6 +494,4 @@ def _quantize_second_moment_torch(
         codes = torch.where(stays, nearest, codes)
     codes = codes.clamp(ZERO_CODE + 1, -ZERO_CODE).to(torch.int32)
     decoded = exp2_eighths(exponents + lattice.step * codes).masked_fill(~present, 0)
-    codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8)
-    sums = None if m is None else relative_squares(m, decoded).sum(1, dtype=torch.float64).cpu()
-    return LatticeTensor(codes, lattice), sums
+    return codes.masked_fill(~present, ZERO_CODE).to(torch.int8), decoded

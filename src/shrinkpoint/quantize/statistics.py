@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.lattice import as_matrix, matrix_shape
+from shrinkpoint.codec.lattice import as_matrix, matrix_shape, slabs
 from shrinkpoint.device import run_kernels
 from shrinkpoint.device.reads import Reading, Reads
 from shrinkpoint.errors import PolicyError, StateError
@@ -261,8 +261,10 @@ def value_sums(tensor: Tensor, threads: int | None = None) -> Reads[ValueSums]:
         return ValueSums(0.0, 0.0, 0.0, 0)
     low, high = (float(end) for end in torch.aminmax(values))
     largest = math.nan if math.isnan(low) else max(-low, high)
-    mean = values.mean(dtype=torch.float64)
-    return ValueSums(largest, float(mean), float((values.to(torch.float64) - mean).square().sum()), count)
+    parts = [slab.of(values.reshape(1, -1)) for slab in slabs((1, count))]
+    mean = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum() / count
+    squares = torch.stack([(part.to(torch.float64) - mean).square().sum() for part in parts]).sum()
+    return ValueSums(largest, float(mean), float(squares), count)
 
 
 def count_codes(codes: Tensor) -> Tensor:
@@ -351,9 +353,9 @@ def second_moment_sums(
         logs, counts, values = (MatrixSums(row, column if by_column else column[:0]) for row, column in pairs)
         flags = flags.to(torch.int32)
         return SecondMomentSums(not bool((flags & 1).any()), bool((flags & 2).any()), logs, counts, values)
-    v = v.to(torch.float32).square() if squared else v
     if not v.is_cpu:
-        return _second_moment_sums_torch(v, m, by_column)
+        return _second_moment_sums_torch(v, m, by_column, squared)
+    v = v.to(torch.float32).square() if squared else v
     is_finite, has_negative, sums = _native.second_moment_sums(
         v,
         rows,
@@ -367,18 +369,23 @@ def second_moment_sums(
     return SecondMomentSums(is_finite, has_negative, logs, counts, values)
 
 
-def _second_moment_sums_torch(v: Tensor, m: Tensor | None, by_column: bool) -> SecondMomentSums:
-    bits, magnitudes = float_bits(v), float_bits(v if m is None else m) & MAGNITUDE_MASK
-    present = (bits > 0) | (magnitudes != 0)
-    is_finite = not bool((((bits & MAGNITUDE_MASK) >= _INFINITY_BITS) | (magnitudes >= _INFINITY_BITS)).any())
-    has_negative = bool(((bits < 0) & (bits & MAGNITUDE_MASK != 0)).any())
-    logs = log2_units(bits) * present
-
-    def sums(matrix: Tensor) -> MatrixSums:
-        columns = matrix.sum(0, dtype=torch.float64).cpu() if by_column else torch.zeros(0, dtype=torch.float64)
-        return MatrixSums(matrix.sum(1, dtype=torch.float64).cpu(), columns)
-
-    return SecondMomentSums(is_finite, has_negative, sums(logs), sums(present), sums(as_matrix(v)))
+def _second_moment_sums_torch(v: Tensor, m: Tensor | None, by_column: bool, squared: bool = False) -> SecondMomentSums:
+    v, m, (rows, columns) = as_matrix(v), None if m is None else as_matrix(m), matrix_shape(tuple(v.shape))
+    sums = torch.zeros(3 * (rows + columns * by_column) + 2, dtype=torch.float64, device=v.device)
+    *sides, flags = sums.split([*3 * [rows], *3 * [columns * by_column], 2])
+    for slab in slabs((rows, columns)):
+        x = slab.of(v).to(torch.float32).square() if squared else slab.of(v)
+        bits, magnitudes = float_bits(x), float_bits(x if m is None else slab.of(m)) & MAGNITUDE_MASK
+        present = (bits > 0) | (magnitudes != 0)
+        flags[0].add_((((bits & MAGNITUDE_MASK) >= _INFINITY_BITS) | (magnitudes >= _INFINITY_BITS)).any())
+        flags[1].add_(((bits < 0) & (bits & MAGNITUDE_MASK != 0)).any())
+        for index, matrix in enumerate((log2_units(bits) * present, present, x)):
+            sides[index][slab.rows].add_(matrix.sum(1, dtype=torch.float64))
+            if by_column:
+                sides[index + 3][slab.columns].add_(matrix.sum(0, dtype=torch.float64))
+    *sides, flags = sums.cpu().split([len(side) for side in (*sides, flags)])
+    not_finite, has_negative = (flag > 0 for flag in flags.tolist())
+    return SecondMomentSums(not not_finite, has_negative, *map(MatrixSums, sides[:3], sides[3:]))
 
 
 def float_bits(tensor: Tensor) -> Tensor:
