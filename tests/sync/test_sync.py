@@ -54,6 +54,21 @@ def test_a_model_follows_every_version_in_its_own_memory(tmp_path: Path):
     assert served.weight.requires_grad
 
 
+def test_versions_are_published_within_inference_mode_and_outside(tmp_path: Path):
+    trained, served = nn.Linear(64, 64), nn.Linear(64, 64)
+    subscriber = Subscriber(tmp_path)
+    with Publisher(tmp_path) as publisher:
+        for version in range(6):
+            with torch.no_grad():
+                trained.weight[version] += 1
+            with torch.inference_mode(version % 3 < 2):
+                publisher.publish(trained)
+            with torch.inference_mode(version % 2 == 0):
+                subscriber.update(served)
+            assert_same(served.state_dict(), trained.state_dict())
+    served(torch.ones(64)).sum().backward()
+
+
 @pytest.mark.parametrize("is_trained_compiled", [True, False])
 def test_a_compiled_part_follows_a_plain_one_and_the_reverse(is_trained_compiled: bool):
     trained, served = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))

@@ -168,6 +168,8 @@ class Publisher:
     def version(self) -> int | None:
         return None if self._published is None else self._published.version
 
+    @torch.inference_mode(False)  # a publish outside that mode writes over the copies of this one
+    @torch.no_grad()
     @host_by_default()
     def publish(self, model: AnyModel, version: int | None = None, *, keyframe: bool = False) -> PublishReport:
         """Publish the weights as they are now; when this returns, subscribers can have them.
