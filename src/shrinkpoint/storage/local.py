@@ -303,7 +303,10 @@ class LocalStorage:
 
     def holds_lock(self) -> bool:
         """True if the lock that was taken last is held; not if somebody has deleted its file since."""
-        return is_lock_of(self._root / LOCK, self._lock_fd)
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), (self._root / LOCK).stat())
+        except OSError:
+            return False
 
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
@@ -556,14 +559,6 @@ def hold_lock(path: Path, where: str) -> Iterator[int]:
                 with suppress(OSError):
                     os.ftruncate(_lock_fds[hold], 0)
             os.close(_lock_fds.pop(hold))
-
-
-def is_lock_of(path: Path, fd: int) -> bool:
-    """True if a descriptor that `hold_lock` yielded is still that of the file at `path`."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except OSError:
-        return False
 
 
 def _lock_owner(fd: int) -> str:

@@ -49,7 +49,6 @@ from shrinkpoint.train.state_alignment import (
     AlignedState,
     align_state,
     collect_names,
-    is_optimizer,
     iter_leaves,
 )
 from shrinkpoint.train.state_dicts import mark_parameters
@@ -457,9 +456,10 @@ def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
         if name in objects:
             raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
     for name, other, expected in (("model", "optimizer", "a module"), ("optimizer", "model", "an optimizer")):
-        for _, obj in iter_leaves(objects.get(name)):
+        value = objects.get(name)
+        for obj in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]:
             is_module = isinstance(obj, nn.Module)
-            if is_module != is_optimizer(obj) and is_module != (name == "model"):
+            if is_module != hasattr(obj, "param_groups") and is_module != (name == "model"):
                 raise PolicyError(name, found=validate.type_name(obj), expected=expected, do=f"pass it as {other}=")
     return {name: obj for name, obj in objects.items() if obj is not None}
 

@@ -19,7 +19,7 @@ from shrinkpoint.errors import CorruptError, MismatchError, StorageError, Trunca
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import LocalStorage, storage_error
 from shrinkpoint.storage.base import Buffer
-from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock, is_lock_of, os_errors
+from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock, os_errors
 from shrinkpoint.storage.paths import open_regular
 from shrinkpoint.tensors.info import JSON
 
@@ -148,7 +148,10 @@ class JournalDirectory:
 
     def holds_lock(self, rank: int, fd: int) -> bool:
         """True if the lock with this descriptor is held; not if somebody has deleted its file since."""
-        return is_lock_of(self._lock_path(rank), fd)
+        try:
+            return os.path.samestat(os.fstat(fd), self._lock_path(rank).stat())
+        except OSError:
+            return False
 
     def _lock_path(self, rank: int) -> Path:
         return self.path / f"{LOCK}-{rank:05d}"
